@@ -1,0 +1,565 @@
+"""What may be combined: one small function per rule, run before any process group exists and without torch.
+
+A rule is a generator: `rule(config, world_size)` yields one line per violation, with the rule, the numbers
+that break it and the nearest values that would do. `world_size` is None where nobody knows it yet.
+Names in messages are dotted config keys, to be pasted as overrides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Problems = Iterator[str]
+Rule = Callable[[Any, int | None], Problems]
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+# Codes of dtypes in a Megatron-LM index (indexed_dataset.py, DType). Each serves vocabularies up to its
+# largest number: 65,536 ids are one too many for uint16.
+TOKEN_DTYPES = {
+    1: ("uint8", 2**8 - 1),
+    2: ("int8", 2**7 - 1),
+    3: ("int16", 2**15 - 1),
+    4: ("int32", 2**31 - 1),
+    5: ("int64", 2**63 - 1),
+    8: ("uint16", 2**16 - 1),
+}
+
+
+def first_problem(config: Any, world_size: int | None, check_files: bool = True) -> str | None:
+    """The first line any rule has about `config`, or None. `check_files=False` leaves the disk alone."""
+    rules = RULES + FILE_RULES if check_files else RULES
+    return next((problem for rule in rules for problem in rule(config, world_size)), None)
+
+
+# --- numbers in messages
+
+
+def _any_of(values: Iterable[object]) -> str:
+    """`1, 3 or 9`."""
+    *head, last = map(str, values)
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def _divisors_near(number: int, wanted: int) -> str:
+    """The divisors of `number` closest to `wanted`, at most four, in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = {*small, *(number // n for n in small)}
+    return _any_of(sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:4]))
+
+
+def _multiples_near(step: int, wanted: int) -> str:
+    """The positive multiples of `step` around `wanted`."""
+    below = wanted // step * step
+    return _any_of(n for n in (below, below + step) if n > 0)
+
+
+# --- the grid
+
+
+def _data_parallel_size(config: Any, world_size: int | None) -> int:
+    """1 where the number of ranks is not known."""
+    p = config.parallel
+    ranks = p.tensor_model_parallel_size * p.context_parallel_size * p.pipeline_model_parallel_size
+    return max(1, (world_size or 1) // ranks)
+
+
+def world_size_is_a_multiple(config: Any, world_size: int | None) -> Problems:
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    sizes = [getattr(config.parallel, name) for name in names]
+    ranks = math.prod(sizes)
+    if world_size is None or world_size % ranks == 0:
+        return
+    ways = [f"start {_multiples_near(ranks, world_size)} processes"]
+    for name, size in zip(names, sizes, strict=True):
+        others = ranks // size
+        if size > 1 and world_size % others == 0:
+            ways.append(f"set parallel.{name} to {_divisors_near(world_size // others, size)}")
+    factors = "*".join(map(str, sizes))
+    yield (
+        f"world size {world_size} must be tp*cp*pp*dp, a multiple of tp*cp*pp = {factors} = {ranks}: "
+        + ", or ".join(ways)
+    )
+
+
+def order_names_every_axis(config: Any, world_size: int | None) -> Problems:
+    """An axis may be left out where its size is 1 (Megatron-LM, parallel_state.py, RankGenerator)."""
+    p = config.parallel
+    given = p.order.lower().split("-")
+    sizes = {
+        "tp": p.tensor_model_parallel_size,
+        "cp": p.context_parallel_size,
+        "ep": p.expert_model_parallel_size,
+        "dp": _data_parallel_size(config, world_size),
+        "pp": p.pipeline_model_parallel_size,
+    }
+    faults = [f"does not know {axis!r}" for axis in given if axis not in AXES]
+    faults += [f"names {axis} {given.count(axis)} times" for axis in AXES if given.count(axis) > 1]
+    faults += [f"lacks {axis}, whose size is {size}" for axis, size in sizes.items() if size > 1 and axis not in given]
+    for fault in faults:
+        yield f"parallel.order = {p.order} {fault}: name tp, cp, ep, dp and pp once each, e.g. tp-cp-ep-dp-pp"
+
+
+def tensor_parallel_divides(config: Any, world_size: int | None) -> Problems:
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    cut = {
+        "model.num_attention_heads": m.num_attention_heads,
+        "model.num_query_groups": m.kv_heads,
+        "model.ffn_hidden_size": m.ffn_size,
+    }
+    padded, multiple = m.padded_vocab_size, m.make_vocab_size_divisible_by
+    rule = f"parallel.tensor_model_parallel_size = {tp} must divide"
+    allowed = _divisors_near(math.gcd(padded, *cut.values()), tp)
+    for name, number in cut.items():
+        if number % tp:
+            yield f"{rule} {name} = {number}: use {allowed}, or {name} = {_multiples_near(tp, number)}"
+    if padded % tp:
+        yield (
+            f"{rule} the padded vocabulary = {padded} (model.vocab_size = {m.vocab_size} up to a multiple of "
+            f"{multiple}): use {allowed}, or model.make_vocab_size_divisible_by = {math.lcm(multiple, tp)}"
+        )
+
+
+def sequence_parallel_needs_tensor_parallel(config: Any, world_size: int | None) -> Problems:
+    tp = config.parallel.tensor_model_parallel_size
+    if config.parallel.sequence_parallel and tp == 1:
+        yield (
+            f"parallel.sequence_parallel needs parallel.tensor_model_parallel_size of 2 or more, not {tp}: "
+            "raise it, or set sequence_parallel to false"
+        )
+
+
+def sequence_splits_in_chunks(config: Any, world_size: int | None) -> Problems:
+    """Two chunks per rank; masked documents are sequences of their own, which data/ pads."""
+    length, cp = config.data.seq_length, config.parallel.context_parallel_size
+    if length % (2 * cp) and not config.data.mask_between_documents:
+        yield (
+            f"data.seq_length = {length} must be a multiple of 2 * parallel.context_parallel_size = 2*{cp} = "
+            f"{2 * cp}: use {_multiples_near(2 * cp, length)}"
+        )
+
+
+def global_batch_splits(config: Any, world_size: int | None) -> Problems:
+    micro, total = config.train.micro_batch_size, config.train.global_batch_size
+    dp = _data_parallel_size(config, world_size)
+    if total % (micro * dp) and not config.parallel.hybrid_context_parallel:
+        yield (
+            f"train.global_batch_size = {total} must be a multiple of train.micro_batch_size * data parallel "
+            f"size = {micro}*{dp} = {micro * dp}: use {_multiples_near(micro * dp, total)}"
+        )
+
+
+def _comm_types(config: Any) -> list[str]:
+    types = config.parallel.cp_comm_type
+    return types if isinstance(types, list) else [types]
+
+
+def comm_types_are_known(config: Any, world_size: int | None) -> Problems:
+    types, layers = config.parallel.cp_comm_type, config.model.num_layers
+    if isinstance(types, list) and len(types) != layers:
+        yield (
+            f"parallel.cp_comm_type lists {len(types)} types for model.num_layers = {layers}: "
+            f"give {layers}, one per layer, or a single one"
+        )
+    for name in _comm_types(config):
+        if name not in COMM_TYPES:
+            yield f"parallel.cp_comm_type = {name} is not known: use {_any_of(COMM_TYPES)}"
+
+
+def hierarchy_multiplies_to_cp(config: Any, world_size: int | None) -> Problems:
+    sizes, cp = config.parallel.hierarchical_context_parallel_sizes, config.parallel.context_parallel_size
+    name, wanted = "parallel.hierarchical_context_parallel_sizes", "a2a+p2p" in _comm_types(config)
+    inner = 2 if cp % 2 == 0 else 1
+    if sizes and not wanted:
+        types = config.parallel.cp_comm_type
+        yield f"{name} = {sizes} needs parallel.cp_comm_type a2a+p2p, not {types}: leave it out"
+    elif wanted and math.prod(sizes or [1]) != cp:
+        yield (
+            f"{name} = {sizes or 'None'} must multiply to parallel.context_parallel_size = {cp}: "
+            f"use, inner to outer, e.g. [{inner}, {cp // inner}]"
+        )
+
+
+def ulysses_splits_heads(config: Any, world_size: int | None) -> Problems:
+    p, types = config.parallel, _comm_types(config)
+    heads = config.model.num_attention_heads // p.tensor_model_parallel_size
+    sizes = p.hierarchical_context_parallel_sizes or [1]
+    for name, ranks in {"a2a": p.context_parallel_size, "a2a+p2p": sizes[0]}.items():
+        if name in types and heads % ranks:
+            yield (
+                f"parallel.cp_comm_type {name} cuts heads/tp = {heads} heads over {ranks} ranks, which must "
+                f"divide them: use {_divisors_near(heads, ranks)}, or p2p"
+            )
+
+
+def hybrid_needs_room(config: Any, world_size: int | None) -> Problems:
+    if config.parallel.hybrid_context_parallel and config.parallel.max_seqlen_per_dp_cp_rank is None:
+        yield (
+            "parallel.hybrid_context_parallel needs parallel.max_seqlen_per_dp_cp_rank, the tokens one rank "
+            f"can hold: set it, e.g. to data.seq_length = {config.data.seq_length}"
+        )
+
+
+def device_fits(config: Any, world_size: int | None) -> Problems:
+    device = config.train.device
+    if config.train.params_dtype == "float64" and device != "cpu":
+        yield f"train.params_dtype float64 needs train.device cpu, not {device}: set cpu, or use float32"
+    if config.parallel.distributed_backend == "nccl" and device == "cpu":
+        yield "parallel.distributed_backend nccl needs GPUs, but train.device = cpu: use gloo or auto"
+
+
+# --- the model
+
+
+def heads_fill_hidden(config: Any, world_size: int | None) -> Problems:
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    if config.model.kv_channels is None and hidden % heads:
+        yield (
+            f"model.hidden_size = {hidden} must be a multiple of model.num_attention_heads = {heads}: "
+            f"use {_multiples_near(heads, hidden)}, or {_divisors_near(hidden, heads)} heads, "
+            "or set model.kv_channels"
+        )
+
+
+def query_groups_divide_heads(config: Any, world_size: int | None) -> Problems:
+    heads, groups = config.model.num_attention_heads, config.model.kv_heads
+    if heads % groups:
+        yield (
+            f"model.num_query_groups = {groups} must divide model.num_attention_heads = {heads}: "
+            f"use {_divisors_near(heads, groups)}"
+        )
+
+
+def rotary_width_is_even(config: Any, world_size: int | None) -> Problems:
+    """Rotary channels come in pairs."""
+    m, head = config.model, config.model.head_dim
+    width = m.rotary_percent * head
+    even = round(width / 2) > 0 and math.isclose(width, 2 * round(width / 2), rel_tol=1e-6)
+    if m.position_embedding_type != "rope" or even:
+        return
+    pairs = sorted({max(1, math.floor(width / 2)), math.ceil(width / 2)})
+    percents = [f"{2 * n / head:.6g}" for n in pairs if 2 * n <= head]
+    ways = [f"model.kv_channels = {_multiples_near(2, head)}"] if head % 2 else []
+    ways += [f"model.rotary_percent = {_any_of(percents)}"] if percents else []
+    yield (
+        f"model.rotary_percent * kv_channels = {m.rotary_percent:g}*{head} = {width:g} must be even: "
+        f"use {', or '.join(ways)}"
+    )
+
+
+def rope_scaling_stretches(config: Any, world_size: int | None) -> Problems:
+    positions, scaling, name = (
+        config.model.position_embedding_type,
+        config.model.rope_scaling,
+        "model.rope_scaling",
+    )
+    if scaling.type == "none" and scaling.factor != 1:
+        yield f"{name}.factor = {scaling.factor:g} does nothing with type none: use linear, llama3 or yarn"
+    if scaling.type != "none" and positions != "rope":
+        yield f"{name}.type {scaling.type} needs position_embedding_type rope, not {positions}: use type none"
+    if scaling.factor < 1:
+        yield f"{name}.factor = {scaling.factor:g} must be 1 or more, the new context length over the old"
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if scaling.type == "llama3" and high <= low:
+        yield f"{name}.high_freq_factor = {high:g} must exceed low_freq_factor = {low:g}: use e.g. 4 and 1"
+    fast, slow = scaling.beta_fast, scaling.beta_slow
+    if scaling.type == "yarn" and fast <= slow:
+        yield f"{name}.beta_fast = {fast:g} must exceed beta_slow = {slow:g}: use e.g. 32 and 1"
+
+
+def learned_positions_reach(config: Any, world_size: int | None) -> Problems:
+    rows, length = config.model.max_position_embeddings, config.data.seq_length
+    if config.model.position_embedding_type == "learned_absolute" and (rows is None or rows < length):
+        yield (
+            f"model.max_position_embeddings = {rows} must reach data.seq_length = {length}, as positions are "
+            f"learned_absolute: use {length} or more" + (f", or seq_length {rows}" if rows else "")
+        )
+
+
+def activation_is_one(config: Any, world_size: int | None) -> Problems:
+    if config.model.swiglu and config.model.openai_gelu:
+        yield "model.swiglu and model.openai_gelu are both true, an MLP has one activation: set one to false"
+
+
+def attention_has_no_dropout(config: Any, world_size: int | None) -> Problems:
+    dropout, backend = config.model.attention_dropout, config.model.attention_backend
+    if dropout > 0 and backend != "transformer_engine":
+        yield (
+            f"model.attention_dropout = {dropout:g} with model.attention_backend {backend}, whose flash "
+            "kernels have no dropout: set it to 0 and use model.hidden_dropout"
+        )
+
+
+# --- the optimizer
+
+
+def learning_rates_are_ordered(config: Any, world_size: int | None) -> Problems:
+    lr = config.optimizer.lr
+    for name in ("min_lr", "lr_warmup_init"):
+        value = getattr(config.optimizer, name)
+        if value > lr:
+            yield f"optimizer.{name} = {value:g} must not exceed optimizer.lr = {lr:g}: use {lr:g} or less"
+
+
+def schedule_fits(config: Any, world_size: int | None) -> Problems:
+    o = config.optimizer
+    source = "train.train_iters" if o.lr_decay_iters is None else "optimizer.lr_decay_iters"
+    decay, warmup, final = (
+        o.lr_decay_iters or config.train.train_iters,
+        o.lr_warmup_iters,
+        o.lr_wsd_decay_iters,
+    )
+    if warmup >= decay:
+        yield f"optimizer.lr_warmup_iters = {warmup} must be below {source} = {decay}: use 0 to {decay - 1}"
+    elif o.lr_decay_style == "WSD" and not 0 < (final or 0) <= decay - warmup:
+        yield (
+            f"optimizer.lr_wsd_decay_iters = {final}: WSD decays within the {decay - warmup} iterations from "
+            f"lr_warmup_iters = {warmup} to {source} = {decay}: use 1 to {decay - warmup}"
+        )
+
+
+def weight_decay_rises_as_told(config: Any, world_size: int | None) -> Problems:
+    o = config.optimizer
+    start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
+    end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
+    if end < start:
+        yield f"optimizer.end_weight_decay = {end:g} is below start_weight_decay = {start:g}: use {start:g}"
+    elif end > start and o.weight_decay_incr_style == "constant":
+        yield (
+            f"optimizer.weight_decay_incr_style constant cannot go from start_weight_decay = {start:g} to "
+            f"end_weight_decay = {end:g}: use linear or cosine, or leave both out"
+        )
+
+
+# --- the loop
+
+
+def evaluation_has_data(config: Any, world_size: int | None) -> Problems:
+    train, data = config.train, config.data
+    needs, off = f"train.eval_interval = {train.eval_interval} needs", "or set eval_interval to 0"
+    if train.eval_interval and not train.eval_iters:
+        yield f"{needs} train.eval_iters, the batches of one evaluation, which is 0: use 1 or more, {off}"
+    if train.eval_interval and data.data_path is None and data.valid_data_path is None:
+        yield f"{needs} validation data: set data.valid_data_path, {off}"
+    if train.eval_interval and data.data_path is not None and not any(_shares(data.split)[1:2]):
+        yield f"{needs} validation data, but data.split = {data.split} has none: use e.g. 969,30,1, {off}"
+
+
+def recompute_is_consistent(config: Any, world_size: int | None) -> Problems:
+    train, most = config.train, config.model.num_layers
+    granularity, layers, modules = (
+        train.recompute_granularity,
+        train.recompute_num_layers,
+        train.recompute_modules,
+    )
+    if layers is not None and granularity != "full":
+        yield (
+            f"train.recompute_num_layers = {layers} needs recompute_granularity full, not {granularity}: "
+            "set it to full, or leave recompute_num_layers out"
+        )
+    if layers is not None and layers > most:
+        yield f"train.recompute_num_layers = {layers} exceeds model.num_layers = {most}: use {most} or less"
+    if "recompute_modules" in train.model_fields_set and granularity != "selective":
+        yield (
+            f"train.recompute_modules = {modules} needs recompute_granularity selective, not {granularity}: "
+            "set it to selective, or leave recompute_modules out"
+        )
+    if not modules or len(modules) != len(set(modules)):
+        yield f"train.recompute_modules = {modules} must name a module, each once: use core_attn, mlp or both"
+
+
+def saving_has_a_folder(config: Any, world_size: int | None) -> Problems:
+    saving = {
+        "checkpoint.save_interval": config.checkpoint.save_interval,
+        "checkpoint.keep_last": config.checkpoint.keep_last,
+        "train.exit_interval": config.train.exit_interval,
+        "train.exit_duration_in_mins": config.train.exit_duration_in_mins,
+    }
+    for name, value in saving.items():
+        if value is not None and config.checkpoint.save is None:
+            yield f"{name} = {value:g} needs a folder to save to: set checkpoint.save, or leave {name} out"
+
+
+# --- the data
+
+
+def _blends(data: Any) -> dict[str, list[str | float]]:
+    """Dotted key -> entries, with weights that were written as text made numbers."""
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    given = {f"data.{name}": getattr(data, name) for name in names if getattr(data, name) is not None}
+    return {
+        name: [blend] if isinstance(blend, str) else [_number_or_text(item) for item in blend]
+        for name, blend in given.items()
+    }
+
+
+def _number_or_text(item: str | float) -> str | float:
+    try:
+        return float(item)
+    except ValueError:
+        return item
+
+
+def _prefixes(blend: list[str | float]) -> list[str]:
+    return [item for item in blend if isinstance(item, str)]
+
+
+def _shares(split: str) -> list[float]:
+    """The numbers of `split`, parted by commas or slashes; empty if one of them is not a share."""
+    shares = [_number_or_text(part) for part in split.replace("/", ",").split(",")]
+    numbers = [float(share) for share in shares if not isinstance(share, str) and 0 <= share < math.inf]
+    return numbers if len(numbers) == len(shares) else []
+
+
+def data_is_given_once(config: Any, world_size: int | None) -> Problems:
+    given = list(_blends(config.data))
+    own = [name for name in given if name != "data.data_path"]
+    if not given:
+        yield "no training data: set data.data_path, or data.train_data_path"
+    elif own != given and own:
+        yield f"data.data_path and {own[0]} are both set: use data_path with data.split, or a path per split"
+    elif own and "data.train_data_path" not in own:
+        yield f"{own[0]} is set without training data: set data.train_data_path too"
+
+
+def blends_are_well_formed(config: Any, world_size: int | None) -> Problems:
+    form = "give prefixes only, or weight prefix weight prefix ..., e.g. [0.7, a, 0.3, b]"
+    for name, blend in _blends(config.data).items():
+        prefixes = _prefixes(blend)
+        weights = [item for item in blend if not isinstance(item, str)]
+        if not prefixes or "" in prefixes:
+            yield f"{name} = {blend} names no data: {form}"
+        elif weights and (len(blend) % 2 or blend[::2] != weights or blend[1::2] != prefixes):
+            yield f"{name} = {blend}: {len(weights)} weights, {len(prefixes)} prefixes, not in pairs; {form}"
+        elif any(not 0 < weight < math.inf for weight in weights):
+            yield f"{name}: weight {min(weights):g} must be above 0: raise it, or leave its prefix out"
+
+
+def split_is_shares(config: Any, world_size: int | None) -> Problems:
+    split, shares = config.data.split, _shares(config.data.split)
+    if config.data.data_path is not None and not 1 <= len(shares) <= 3:
+        yield f"data.split = {split!r} must be 1 to 3 numbers >= 0 (train, valid, test), e.g. 969,30,1"
+    elif config.data.data_path is not None and not shares[0]:
+        yield f"data.split = {split!r} leaves nothing to train on: make its first number more than 0"
+
+
+# --- files
+
+
+def _closest(path: Path, there: Iterable[Path]) -> str:
+    """`did you mean ...?` for names like that of `path`, or nothing."""
+    names = {other.name: other for other in there}
+    near = difflib.get_close_matches(path.name, names, 3, cutoff=0.6)
+    return f"did you mean {_any_of(names[name] for name in near)}?" if near else ""
+
+
+def data_files_exist(config: Any, world_size: int | None) -> Problems:
+    for name, blend in _blends(config.data).items():
+        for path in (prefix + ending for prefix in _prefixes(blend) for ending in (".idx", ".bin")):
+            if not Path(path).is_file():
+                yield f"{name}: {path} does not exist; {_instead(path[:-4])}"
+
+
+def _instead(prefix: str) -> str:
+    """What to write for a prefix that leads nowhere; looks at no more than a thousand files."""
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        return f"give the prefix without its ending: {path.with_suffix('')}"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}: make the data with tools/preprocess_data.py"
+    there = [found.with_suffix("") for found in itertools.islice(path.parent.glob("*.idx"), 1000)]
+    known = f"{path.parent} holds {', '.join(map(str, sorted(there)[:3]))}" if there else "make it"
+    return _closest(path, there) or f"{known}; tools/preprocess_data.py makes such files"
+
+
+def token_dtype_holds_vocabulary(config: Any, world_size: int | None) -> Problems:
+    """The header of an index is 9 bytes of magic, version uint64, dtype code uint8, little-endian."""
+    size = config.model.vocab_size
+    for prefix in (prefix for blend in _blends(config.data).values() for prefix in _prefixes(blend)):
+        with open(prefix + ".idx", "rb") as file:
+            header = file.read(18)
+        name, most = TOKEN_DTYPES.get(header[-1] if header else 0, ("no integers", 0))
+        if len(header) < 18 or not header.startswith(b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)):
+            yield f"{prefix}.idx is no token index of version 1: it starts with {header[:9]!r}; write it anew"
+        elif size > most:
+            fitting = [f"{other} ({limit})" for other, limit in TOKEN_DTYPES.values() if limit >= size]
+            yield (
+                f"{prefix}.idx stores {name}, for vocabularies up to {most}, but model.vocab_size = {size}: "
+                f"write it as {_any_of(fitting)}" + (f", or set vocab_size to {most} or less" if most else "")
+            )
+
+
+def named_files_exist(config: Any, world_size: int | None) -> Problems:
+    tokenizer, load = config.data.tokenizer_model, config.checkpoint.load
+    if tokenizer is not None and not Path(tokenizer).exists():
+        folder = Path(tokenizer).parent
+        near = _closest(Path(tokenizer), itertools.islice(folder.glob("*"), 1000))
+        yield f"data.tokenizer_model: {tokenizer} does not exist; {near or f'look into {folder}'}"
+    # A job that resumes from its own folder starts before that folder exists.
+    if load is not None and load != config.checkpoint.save and not Path(load).is_dir():
+        yield f"checkpoint.load: there is no folder {load}; leave it out to resume from checkpoint.save"
+
+
+# --- not built yet; rows go as features come
+
+
+# (dotted key, values that work, what to do)
+NOT_BUILT: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("parallel.pipeline_model_parallel_size", (1,), "set it to 1"),
+    ("parallel.expert_model_parallel_size", (1,), "set it to 1"),
+    ("parallel.expert_tensor_parallel_size", (None,), "leave it out"),
+    ("parallel.hybrid_context_parallel", (False,), "set it to false"),
+    ("parallel.cp_comm_type", ("p2p",), "use p2p"),
+    ("model.attention_backend", ("auto", "native"), "use auto or native"),
+    ("model.window_size", (None, [-1, -1]), "leave it out"),
+)
+
+
+def not_built_yet(config: Any, world_size: int | None) -> Problems:
+    for name, working, instead in NOT_BUILT:
+        part, key = name.split(".")
+        value = getattr(getattr(config, part), key)
+        asked = _comm_types(config) if key == "cp_comm_type" else [value]
+        if any(item not in working for item in asked):
+            yield f"{name} = {value} is not supported yet: {instead}"
+
+
+# What is not built is told early: nothing else about such a config matters.
+RULES: tuple[Rule, ...] = (
+    comm_types_are_known,
+    not_built_yet,
+    heads_fill_hidden,
+    query_groups_divide_heads,
+    rotary_width_is_even,
+    rope_scaling_stretches,
+    learned_positions_reach,
+    activation_is_one,
+    attention_has_no_dropout,
+    world_size_is_a_multiple,
+    order_names_every_axis,
+    tensor_parallel_divides,
+    sequence_parallel_needs_tensor_parallel,
+    sequence_splits_in_chunks,
+    global_batch_splits,
+    hierarchy_multiplies_to_cp,
+    ulysses_splits_heads,
+    hybrid_needs_room,
+    device_fits,
+    learning_rates_are_ordered,
+    schedule_fits,
+    weight_decay_rises_as_told,
+    recompute_is_consistent,
+    saving_has_a_folder,
+    data_is_given_once,
+    blends_are_well_formed,
+    split_is_shares,
+    evaluation_has_data,
+)
+FILE_RULES: tuple[Rule, ...] = (data_files_exist, token_dtype_holds_vocabulary, named_files_exist)

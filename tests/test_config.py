@@ -1,0 +1,209 @@
+"""Reading configs: overrides, types, names and YAML, each mistake one clear line."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.config import Config, ConfigError, ModelConfig, load_config
+
+RIGHT = """\
+model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 1000}
+data: {data_path: corpus/text, seq_length: 128}
+optimizer: {lr: 3e-4}
+train: {global_batch_size: 4, train_iters: 10}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "right.yaml"
+    path.write_text(RIGHT)
+    return path
+
+
+def load(path: Path, *overrides: str) -> Config:
+    return load_config(path, overrides, 1, check_files=False)
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(path, *overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_and_values(path: Path) -> None:
+    config = load(path)
+    assert config.model.num_layers == 2 and config.data.data_path == "corpus/text"
+    assert config.optimizer.lr == 3e-4
+    assert config.parallel.context_parallel_size == 1 and config.logging.log_interval == 1
+
+
+def test_defaults_are_not_shared(path: Path) -> None:
+    load(path).train.recompute_modules.append("mlp")
+    assert load(path).train.recompute_modules == ["core_attn"]
+
+
+@pytest.mark.parametrize(
+    ("override", "part", "key", "value"),
+    [
+        ("train.train_iters=7", "train", "train_iters", 7),
+        ("optimizer.lr=1e-3", "optimizer", "lr", 1e-3),
+        ("optimizer.lr=1.E-3", "optimizer", "lr", 1e-3),
+        ("optimizer.lr=1", "optimizer", "lr", 1.0),
+        ("checkpoint.save=runs/a=b", "checkpoint", "save", "runs/a=b"),
+        ("checkpoint.save=", "checkpoint", "save", None),
+        ("checkpoint.save=null", "checkpoint", "save", None),
+        ("data.data_path=[0.5, a, 1, b]", "data", "data_path", [0.5, "a", 1, "b"]),
+        ("model.swiglu=false", "model", "swiglu", False),
+        ("parallel.order=tp-cp-dp-pp-ep", "parallel", "order", "tp-cp-dp-pp-ep"),
+    ],
+)
+def test_override(path: Path, override: str, part: str, key: str, value: object) -> None:
+    found = getattr(getattr(load(path, override), part), key)
+    assert found == value and type(found) in (type(value), float)
+
+
+def test_later_override_wins_and_nested_ones_reach(path: Path) -> None:
+    config = load(path, "train.seed=1", "model.rope_scaling.type=yarn", "model.rope_scaling.factor=4", "train.seed=2")
+    assert config.train.seed == 2
+    assert config.model.rope_scaling.type == "yarn" and config.model.rope_scaling.factor == 4.0
+
+
+@pytest.mark.parametrize("override", ["train_iters=1", "train.train_iters", "train.=1", ".train=1", "=", "train=1"])
+def test_malformed_override(path: Path, override: str) -> None:
+    assert "must read part.key=value, e.g. train.train_iters=100" in refusal(path, override)
+
+
+def test_override_below_a_value(path: Path) -> None:
+    assert "override 'train.seed.low=1': seed is not a part" in refusal(path, "train.seed=3", "train.seed.low=1")
+
+
+def test_override_that_is_not_yaml(path: Path) -> None:
+    assert "'data.data_path=[a': the value is not valid YAML" in refusal(path, "data.data_path=[a")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.hiden_size=4", "unknown key model.hiden_size; did you mean model.hidden_size?"),
+        ("model.train_iters=4", "unknown key model.train_iters; did you mean train.train_iters?"),
+        ("train.factor=4", "unknown key train.factor; did you mean model.rope_scaling.factor?"),
+        ("train.tensor_parallel_size=4", "did you mean parallel.tensor_model_parallel_size?"),
+        ("model.rope_scaling.fctor=4", "did you mean model.rope_scaling.factor?"),
+        ("modl.num_layers=4", "unknown key modl; did you mean model?"),
+        ("foo.bar=4", "unknown key foo; the parts are model, parallel, data, optimizer, train, checkpoint, logging"),
+        ("checkpoint.qqq=4", "unknown key checkpoint.qqq; there are save, load, save_interval, keep_last"),
+    ],
+)
+def test_unknown_key(path: Path, override: str, expected: str) -> None:
+    assert expected in refusal(path, override)
+
+
+def test_key_outside_its_part(path: Path) -> None:
+    path.write_text(RIGHT + "train_iters: 5\n")
+    assert "unknown key train_iters; did you mean train.train_iters?" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.train_iters='10'", "train.train_iters = '10': must be a valid integer"),
+        ("train.train_iters=1e3", "train.train_iters = 1000.0: must be a valid integer"),
+        ("train.train_iters=true", "train.train_iters = True: must be a valid integer"),
+        ("train.micro_batch_size=0", "train.micro_batch_size = 0: must be greater than 0"),
+        ("train.compile=1", "train.compile = 1: must be a valid boolean"),
+        ("optimizer.lr=fast", "optimizer.lr = 'fast': must be a valid number"),
+        ("optimizer.lr=.inf", "optimizer.lr = inf: must be a finite number"),
+        ("optimizer.lr=-1", "optimizer.lr = -1: must be greater than 0"),
+        ("optimizer.adam_beta1=1.0", "optimizer.adam_beta1 = 1.0: must be less than 1"),
+        ("model.normalization=rms", "must be 'RMSNorm' or 'LayerNorm'"),
+        ("model.window_size=[1]", "must have at least 2 items"),
+        ("data.data_path=5", "data.data_path = 5: must be a valid string or must be a valid list"),
+        ("data.data_path=[true, a]", "data.data_path = [True, 'a']: must be a valid string or must be a valid number"),
+        ("parallel.hierarchical_context_parallel_sizes=[2, 0]", "must be greater than 0"),
+        ("model.rope_scaling=yarn", "model.rope_scaling = 'yarn': must be a valid dictionary"),
+    ],
+)
+def test_wrong_type(path: Path, override: str, expected: str) -> None:
+    assert expected in refusal(path, override)
+
+
+def test_long_values_are_cut(path: Path) -> None:
+    assert len(refusal(path, f"train.train_iters={'x' * 1000}")) < 250
+
+
+def test_several_mistakes_are_counted(path: Path) -> None:
+    assert refusal(path, "train.seed=a", "train.compile=b").endswith("(and 1 more)")
+
+
+def test_missing_key_and_missing_part(path: Path) -> None:
+    path.write_text(RIGHT.replace("vocab_size: 1000", ""))
+    assert "model.vocab_size is required: tokens of the tokenizer" in refusal(path)
+    path.write_text(RIGHT.replace("data:", "logging: {}\n#"))
+    assert "data is required" in refusal(path)
+
+
+def test_empty_part_is_a_part_of_defaults(path: Path) -> None:
+    path.write_text(RIGHT + "logging:\nparallel:\n  # context_parallel_size: 2\n")
+    assert load(path, "parallel.order=tp-cp-ep-dp-pp").parallel.context_parallel_size == 1
+    path.write_text("model:\n" + RIGHT.partition("\n")[2])
+    assert "model.num_layers is required" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: [1, 2", "is not valid YAML"),
+        ("model: {a: 1}\nmodel: {a: 2}\n", "key 'model' stands twice"),
+        ("train:\n  seed: 1\n  seed: 2\n", "key 'seed' stands twice"),
+        ("a: 2020-13-45\n", "is not valid YAML"),
+        ("a: !!python/object:os.system x\n", "is not valid YAML"),
+        ("a: \x00\n", "is not valid YAML"),
+        ("{[a]: 1}", "is not valid YAML"),
+        ("", "is empty; it must hold the parts model, parallel"),
+        ("- model\n", "must hold the parts model, parallel, data, optimizer, train, checkpoint, logging, not a list"),
+        ("1: 2\n", "unknown key 1; the parts are model, parallel"),
+    ],
+)
+def test_broken_yaml(path: Path, text: str, expected: str) -> None:
+    path.write_text(text)
+    message = refusal(path)
+    assert expected in message and str(path) in message
+
+
+def test_merge_keys(path: Path) -> None:
+    path.write_text("data: &d {data_path: a, seq_length: 8}\n" + RIGHT.replace("{data_path: corpus/text,", "{<<: *d,"))
+    path.write_text(path.read_text().replace("data: &d", "x: &d", 1))
+    assert "unknown key x" in refusal(path)
+    path.write_text(RIGHT.replace("{num_layers: 2,", "{<<: {num_layers: 3}, qk_layernorm: true,"))
+    assert load(path).model.num_layers == 3
+
+
+def test_unreadable_file(path: Path) -> None:
+    assert f"there are {path}" in refusal(path.with_name("wrong.yaml"))
+    assert "does not exist" in refusal(path.parent / "nowhere" / "wrong.yaml")
+    assert "cannot be read" in refusal(path.parent)
+    path.write_bytes(b"\xff\xfe\xfa")
+    assert "cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize("number", ["3e-4", "3E-4", "3.e-4", "3.0e-4", "0.3e-3", ".3e-3", "+3e-4", "0.0003", "30_0e-6"])
+def test_every_spelling_of_a_float(path: Path, number: str) -> None:
+    assert math.isclose(load(path, f"optimizer.lr={number}").optimizer.lr, 3e-4)
+
+
+def test_what_follows_from_other_values() -> None:
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+    model = ModelConfig(**sizes)
+    assert (model.head_dim, model.kv_heads, model.padded_vocab_size) == (16, 4, 1024)
+    assert model.ffn_size == 128 and ModelConfig(**sizes, swiglu=False).ffn_size == 256
+    other = ModelConfig(
+        **sizes, kv_channels=32, num_query_groups=2, ffn_hidden_size=100, make_vocab_size_divisible_by=1
+    )
+    assert (other.head_dim, other.kv_heads, other.ffn_size, other.padded_vocab_size) == (32, 2, 100, 1000)
