@@ -1,0 +1,49 @@
+"""Sums, gathers and scatters of a tensor over a Group; at size 1 each returns its input.
+
+One place knows what differs between backends: gloo's reduce-scatter costs several times its all-reduce (it sends every
+block to every rank), so there the sum is taken whole and sliced.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacp.grid import Group
+
+
+def all_reduce(tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce in place; returns `tensor`."""
+    if group.size > 1:
+        dist.all_reduce(tensor, op, group=group.process_group)
+    return tensor
+
+
+def start_all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
+    """Sum in place, in the background; None when there is nothing to wait for."""
+    if group.size == 1:
+        return None
+    return dist.all_reduce(tensor, group=group.process_group, async_op=True)
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """[t, ...] of every rank -> [t*size, ...] in rank order."""
+    if group.size == 1:
+        return tensor
+    gathered = tensor.new_empty(tensor.shape[0] * group.size, *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group.process_group)
+    return gathered
+
+
+def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """Sum of [t*size, ...] over ranks -> this rank's rows [t, ...]. `tensor` may be overwritten."""
+    if group.size == 1:
+        return tensor
+    rows = tensor.shape[0] // group.size
+    if dist.get_backend(group.process_group) == "gloo":
+        dist.all_reduce(tensor, group=group.process_group)
+        return tensor[group.rank * rows : (group.rank + 1) * rows].clone()
+    scattered = torch.empty_like(tensor[:rows])
+    dist.reduce_scatter_tensor(scattered, tensor.contiguous(), group=group.process_group)
+    return scattered
