@@ -19,8 +19,8 @@ from torch import Tensor
 _cpu_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _cpu_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# The CPU kernel computes whole blocks of 512 keys along the diagonal. Halving a sequence skips most of what is masked in
-# them; beyond 1024 rows that is worth no more than the passes over memory it costs, below 128 the products get too small.
+# The CPU kernel computes whole blocks of 512 keys along the diagonal. Halving a sequence skips most of what is masked
+# there; beyond 1024 rows that is worth no more than its extra passes over memory, below 128 the products get too small.
 SHORTEST_HALF, LONGEST_HALVED = 128, 1024
 
 
