@@ -37,10 +37,15 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """Sum of [t*size, ...] over ranks -> this rank's rows [t, ...]. `tensor` may be overwritten."""
+    """Sum of [t*size, ...] over ranks -> this rank's rows [t, ...]. `tensor` may be overwritten.
+
+    ValueError if the rows cannot be dealt evenly.
+    """
     if group.size == 1:
         return tensor
-    rows = tensor.shape[0] // group.size
+    rows, left_over = divmod(tensor.shape[0], group.size)
+    if left_over:
+        raise ValueError(f"{tensor.shape[0]} rows cannot be scattered over {group.size} ranks: pad them to a multiple")
     if dist.get_backend(group.process_group) == "gloo":
         dist.all_reduce(tensor, group=group.process_group)
         return tensor[group.rank * rows : (group.rank + 1) * rows].clone()

@@ -55,9 +55,7 @@ class LRConfig:
                 f"wd_incr_style constant needs start_wd = end_wd, got {self.start_wd:g} and {self.end_wd:g}"
             )
         if self.wd_incr_style != "constant" and self.wd_incr_steps < 1:
-            raise ValueError(
-                f"wd_incr_style {self.wd_incr_style} needs wd_incr_steps >= 1, got {self.wd_incr_steps}"
-            )
+            raise ValueError(f"wd_incr_style {self.wd_incr_style} needs wd_incr_steps >= 1, got {self.wd_incr_steps}")
 
 
 def learning_rate(step: int, lr_config: LRConfig) -> float:
