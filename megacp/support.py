@@ -7,30 +7,13 @@ Names in messages are dotted config keys, to be pasted as overrides.
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import math
-import struct
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-Problems = Iterator[str]
-Rule = Callable[[Any, int | None], Problems]
+from megacp.support_data import DATA_RULES, FILE_RULES, Problems, Rule, any_of
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-
-# Codes of dtypes in a Megatron-LM index (indexed_dataset.py, DType). Each serves vocabularies up to its
-# largest number: 65,536 ids are one too many for uint16.
-TOKEN_DTYPES = {
-    1: ("uint8", 2**8 - 1),
-    2: ("int8", 2**7 - 1),
-    3: ("int16", 2**15 - 1),
-    4: ("int32", 2**31 - 1),
-    5: ("int64", 2**63 - 1),
-    8: ("uint16", 2**16 - 1),
-}
 
 
 def first_problem(config: Any, world_size: int | None, check_files: bool = True) -> str | None:
@@ -42,23 +25,17 @@ def first_problem(config: Any, world_size: int | None, check_files: bool = True)
 # --- numbers in messages
 
 
-def _any_of(values: Iterable[object]) -> str:
-    """`1, 3 or 9`."""
-    *head, last = map(str, values)
-    return f"{', '.join(head)} or {last}" if head else last
-
-
 def _divisors_near(number: int, wanted: int) -> str:
     """The divisors of `number` closest to `wanted`, at most four, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     divisors = {*small, *(number // n for n in small)}
-    return _any_of(sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:4]))
+    return any_of(sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:4]))
 
 
 def _multiples_near(step: int, wanted: int) -> str:
     """The positive multiples of `step` around `wanted`."""
     below = wanted // step * step
-    return _any_of(n for n in (below, below + step) if n > 0)
+    return any_of(n for n in (below, below + step) if n > 0)
 
 
 # --- the grid
@@ -170,7 +147,7 @@ def comm_types_are_known(config: Any, world_size: int | None) -> Problems:
         )
     for name in _comm_types(config):
         if name not in COMM_TYPES:
-            yield f"parallel.cp_comm_type = {name} is not known: use {_any_of(COMM_TYPES)}"
+            yield f"parallel.cp_comm_type = {name} is not known: use {any_of(COMM_TYPES)}"
 
 
 def hierarchy_multiplies_to_cp(config: Any, world_size: int | None) -> Problems:
@@ -247,7 +224,7 @@ def rotary_width_is_even(config: Any, world_size: int | None) -> Problems:
     pairs = sorted({max(1, math.floor(width / 2)), math.ceil(width / 2)})
     percents = [f"{2 * n / head:.6g}" for n in pairs if 2 * n <= head]
     ways = [f"model.kv_channels = {_multiples_near(2, head)}"] if head % 2 else []
-    ways += [f"model.rotary_percent = {_any_of(percents)}"] if percents else []
+    ways += [f"model.rotary_percent = {any_of(percents)}"] if percents else []
     yield (
         f"model.rotary_percent * kv_channels = {m.rotary_percent:g}*{head} = {width:g} must be even: "
         f"use {', or '.join(ways)}"
@@ -341,17 +318,6 @@ def weight_decay_rises_as_told(config: Any, world_size: int | None) -> Problems:
 # --- the loop
 
 
-def evaluation_has_data(config: Any, world_size: int | None) -> Problems:
-    train, data = config.train, config.data
-    needs, off = f"train.eval_interval = {train.eval_interval} needs", "or set eval_interval to 0"
-    if train.eval_interval and not train.eval_iters:
-        yield f"{needs} train.eval_iters, the batches of one evaluation, which is 0: use 1 or more, {off}"
-    if train.eval_interval and data.data_path is None and data.valid_data_path is None:
-        yield f"{needs} validation data: set data.valid_data_path, {off}"
-    if train.eval_interval and data.data_path is not None and not any(_shares(data.split)[1:2]):
-        yield f"{needs} validation data, but data.split = {data.split} has none: use e.g. 969,30,1, {off}"
-
-
 def recompute_is_consistent(config: Any, world_size: int | None) -> Problems:
     train, most = config.train, config.model.num_layers
     granularity, layers, modules = (
@@ -385,126 +351,6 @@ def saving_has_a_folder(config: Any, world_size: int | None) -> Problems:
     for name, value in saving.items():
         if value is not None and config.checkpoint.save is None:
             yield f"{name} = {value:g} needs a folder to save to: set checkpoint.save, or leave {name} out"
-
-
-# --- the data
-
-
-def _blends(data: Any) -> dict[str, list[str | float]]:
-    """Dotted key -> entries, with weights that were written as text made numbers."""
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    given = {f"data.{name}": getattr(data, name) for name in names if getattr(data, name) is not None}
-    return {
-        name: [blend] if isinstance(blend, str) else [_number_or_text(item) for item in blend]
-        for name, blend in given.items()
-    }
-
-
-def _number_or_text(item: str | float) -> str | float:
-    try:
-        return float(item)
-    except ValueError:
-        return item
-
-
-def _prefixes(blend: list[str | float]) -> list[str]:
-    return [item for item in blend if isinstance(item, str)]
-
-
-def _shares(split: str) -> list[float]:
-    """The numbers of `split`, parted by commas or slashes; empty if one of them is not a share."""
-    shares = [_number_or_text(part) for part in split.replace("/", ",").split(",")]
-    numbers = [float(share) for share in shares if not isinstance(share, str) and 0 <= share < math.inf]
-    return numbers if len(numbers) == len(shares) else []
-
-
-def data_is_given_once(config: Any, world_size: int | None) -> Problems:
-    given = list(_blends(config.data))
-    own = [name for name in given if name != "data.data_path"]
-    if not given:
-        yield "no training data: set data.data_path, or data.train_data_path"
-    elif own != given and own:
-        yield f"data.data_path and {own[0]} are both set: use data_path with data.split, or a path per split"
-    elif own and "data.train_data_path" not in own:
-        yield f"{own[0]} is set without training data: set data.train_data_path too"
-
-
-def blends_are_well_formed(config: Any, world_size: int | None) -> Problems:
-    form = "give prefixes only, or weight prefix weight prefix ..., e.g. [0.7, a, 0.3, b]"
-    for name, blend in _blends(config.data).items():
-        prefixes = _prefixes(blend)
-        weights = [item for item in blend if not isinstance(item, str)]
-        if not prefixes or "" in prefixes:
-            yield f"{name} = {blend} names no data: {form}"
-        elif weights and (len(blend) % 2 or blend[::2] != weights or blend[1::2] != prefixes):
-            yield f"{name} = {blend}: {len(weights)} weights, {len(prefixes)} prefixes, not in pairs; {form}"
-        elif any(not 0 < weight < math.inf for weight in weights):
-            yield f"{name}: weight {min(weights):g} must be above 0: raise it, or leave its prefix out"
-
-
-def split_is_shares(config: Any, world_size: int | None) -> Problems:
-    split, shares = config.data.split, _shares(config.data.split)
-    if config.data.data_path is not None and not 1 <= len(shares) <= 3:
-        yield f"data.split = {split!r} must be 1 to 3 numbers >= 0 (train, valid, test), e.g. 969,30,1"
-    elif config.data.data_path is not None and not shares[0]:
-        yield f"data.split = {split!r} leaves nothing to train on: make its first number more than 0"
-
-
-# --- files
-
-
-def _closest(path: Path, there: Iterable[Path]) -> str:
-    """`did you mean ...?` for names like that of `path`, or nothing."""
-    names = {other.name: other for other in there}
-    near = difflib.get_close_matches(path.name, names, 3, cutoff=0.6)
-    return f"did you mean {_any_of(names[name] for name in near)}?" if near else ""
-
-
-def data_files_exist(config: Any, world_size: int | None) -> Problems:
-    for name, blend in _blends(config.data).items():
-        for path in (prefix + ending for prefix in _prefixes(blend) for ending in (".idx", ".bin")):
-            if not Path(path).is_file():
-                yield f"{name}: {path} does not exist; {_instead(path[:-4])}"
-
-
-def _instead(prefix: str) -> str:
-    """What to write for a prefix that leads nowhere; looks at no more than a thousand files."""
-    path = Path(prefix)
-    if path.suffix in (".bin", ".idx") and path.is_file():
-        return f"give the prefix without its ending: {path.with_suffix('')}"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}: make the data with tools/preprocess_data.py"
-    there = [found.with_suffix("") for found in itertools.islice(path.parent.glob("*.idx"), 1000)]
-    known = f"{path.parent} holds {', '.join(map(str, sorted(there)[:3]))}" if there else "make it"
-    return _closest(path, there) or f"{known}; tools/preprocess_data.py makes such files"
-
-
-def token_dtype_holds_vocabulary(config: Any, world_size: int | None) -> Problems:
-    """The header of an index is 9 bytes of magic, version uint64, dtype code uint8, little-endian."""
-    size = config.model.vocab_size
-    for prefix in (prefix for blend in _blends(config.data).values() for prefix in _prefixes(blend)):
-        with open(prefix + ".idx", "rb") as file:
-            header = file.read(18)
-        name, most = TOKEN_DTYPES.get(header[-1] if header else 0, ("no integers", 0))
-        if len(header) < 18 or not header.startswith(b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)):
-            yield f"{prefix}.idx is no token index of version 1: it starts with {header[:9]!r}; write it anew"
-        elif size > most:
-            fitting = [f"{other} ({limit})" for other, limit in TOKEN_DTYPES.values() if limit >= size]
-            yield (
-                f"{prefix}.idx stores {name}, for vocabularies up to {most}, but model.vocab_size = {size}: "
-                f"write it as {_any_of(fitting)}" + (f", or set vocab_size to {most} or less" if most else "")
-            )
-
-
-def named_files_exist(config: Any, world_size: int | None) -> Problems:
-    tokenizer, load = config.data.tokenizer_model, config.checkpoint.load
-    if tokenizer is not None and not Path(tokenizer).exists():
-        folder = Path(tokenizer).parent
-        near = _closest(Path(tokenizer), itertools.islice(folder.glob("*"), 1000))
-        yield f"data.tokenizer_model: {tokenizer} does not exist; {near or f'look into {folder}'}"
-    # A job that resumes from its own folder starts before that folder exists.
-    if load is not None and load != config.checkpoint.save and not Path(load).is_dir():
-        yield f"checkpoint.load: there is no folder {load}; leave it out to resume from checkpoint.save"
 
 
 # --- not built yet; rows go as features come
@@ -557,9 +403,5 @@ RULES: tuple[Rule, ...] = (
     weight_decay_rises_as_told,
     recompute_is_consistent,
     saving_has_a_folder,
-    data_is_given_once,
-    blends_are_well_formed,
-    split_is_shares,
-    evaluation_has_data,
+    *DATA_RULES,
 )
-FILE_RULES: tuple[Rule, ...] = (data_files_exist, token_dtype_holds_vocabulary, named_files_exist)

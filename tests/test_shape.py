@@ -19,7 +19,8 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") f
 # Layer -> the layers it may import. Modules of one folder may import each other; "*" is everything.
 MAY_IMPORT = {
     "log": "",
-    "support": "",
+    "support_data": "",
+    "support": "support_data",
     "blocks": "",
     "config": "support",
     "grid": "config",
@@ -42,7 +43,7 @@ FUSED = ("transformer_engine", "apex")
 MAY_IMPORT_FUSED = ("megacp/attention/te.py",)
 MAY_IMPORT_FUSED_LAZILY = ("megacp/optim/sharded_adam.py", "megacp/model/parallel.py")
 CUT = re.compile(r"2 \* [\w.]+ - (1 - [\w.]+|[\w.]+ [-+] 1)")  # parentheses taken out
-LINES = 600  # 400 is the aim: past it, split by what a file knows; this only stops what got out of hand
+LINES = 480  # 400 is the aim: past it, split by what a file knows; this only stops what got out of hand
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -423,4 +423,4 @@ def test_rules_need_neither_torch_nor_the_rest() -> None:
     code = "import sys, megacp.config; print([n for n in sys.modules if n.split('.')[0] in ('torch', 'megacp')])"
     root = Path(support.__file__).parents[1]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert sorted(yaml.safe_load(out.stdout)) == ["megacp", "megacp.config", "megacp.support"]
+    assert sorted(yaml.safe_load(out.stdout)) == ["megacp", "megacp.config", "megacp.support", "megacp.support_data"]
