@@ -293,7 +293,7 @@ class CheckpointConfig(Part):
     save: str | None = None
     """folder to save to; None: never"""
     load: str | None = None
-    """folder to resume from; None: `save` when it holds a checkpoint"""
+    """where to begin while `save` holds no checkpoint; a checkpoint inside `save` rolls back to it"""
     save_interval: Positive | None = None
     """iterations between checkpoints; None: only at the end"""
     keep_last: Positive | None = None

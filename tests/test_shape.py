@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "checkpoint": "config grid blocks block_files",
     "convert": "config grid blocks block_files",
     "pipeline": "grid batch",
+    "step": "log config grid batch collectives data model loss optim pipeline",
     "train": "*",
 }
 # What must not know that fine-tuning or hybrid context parallelism exist.

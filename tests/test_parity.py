@@ -1,0 +1,125 @@
+"""Any layout gives one rank's losses, gradients and weights, from the real dataset through the real loader."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacp.data.pack import Row
+from megacp.data.pretrain import Dataset
+from tests.spawn import run
+from tests.tiny import GPT2, Result, run_steps, whole, write_config, write_data
+
+STEPS = 20
+LAYOUTS = {
+    "cp2": (2, ["parallel.context_parallel_size=2"]),
+    "cp4": (4, ["parallel.context_parallel_size=4"]),
+    "tp2": (2, ["parallel.tensor_model_parallel_size=2"]),
+    "tp2-sp": (2, ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]),
+    "dp2": (2, []),
+    "dp2-cp2": (4, ["parallel.context_parallel_size=2"]),
+    "tp2-cp2": (4, ["parallel.tensor_model_parallel_size=2", "parallel.context_parallel_size=2"]),
+    "tp2-sp-cp2": (
+        4,
+        [
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.context_parallel_size=2",
+            "parallel.sequence_parallel=true",
+        ],
+    ),
+}
+VARIANTS = {
+    "dense": (),
+    "masked": ("data.mask_between_documents=true", "data.eod_mask_loss=true"),
+    "micro2": ("train.micro_batch_size=2",),
+    "gpt2-masked": (*GPT2, "data.mask_between_documents=true", "train.micro_batch_size=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    return write_config(folder, write_data(folder))
+
+
+@cache
+def one_rank(config: Path, overrides: tuple[str, ...], steps: int, one_label: bool = False) -> Result:
+    return run(run_steps, 1, config, overrides, steps, OneLabel if one_label else None)[0]
+
+
+class OneLabel:
+    """The dataset with a single supervised token in every four samples."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def row(self, i: int, read: bool = True) -> Row:
+        return replace(self.data.row(i, read), labels=1 if i % 4 == 2 else 0)
+
+
+def check_gradients(ours: list[Result], expected: Result) -> None:
+    """Each within 1e-4 of the expected Frobenius norm, or of a hundred-thousandth of the largest one."""
+    got, wanted = whole([result.gradients for result in ours]), whole([expected.gradients])
+    assert got.keys() == wanted.keys()
+    floor = 1e-5 * max(np.linalg.norm(gradient) for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        error = np.linalg.norm(got[name] - gradient)
+        assert error <= 1e-4 * max(np.linalg.norm(gradient), floor), (name, error, np.linalg.norm(gradient))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_gradients(config: Path, layout: str, variant: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    expected = one_rank(config, VARIANTS[variant], STEPS)
+    results = run(run_steps, ranks, config, [*VARIANTS[variant], *overrides], STEPS)
+    assert expected.losses[0] == pytest.approx(np.log(257), rel=0.05)
+    assert expected.losses[-1] < 0.9 * expected.losses[0]
+    for result in results:
+        assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    check_gradients(results, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_final_weights_in_float64(config: Path, layout: str) -> None:
+    """No more than 1e-9 of what twenty steps of the learning rate can move a weight."""
+    ranks, overrides = LAYOUTS[layout]
+    double = ("train.params_dtype=float64", *VARIANTS["masked"])
+    expected = one_rank(config, double, STEPS)
+    results = run(run_steps, ranks, config, [*double, *overrides], STEPS)
+    got, wanted = whole([result.weights for result in results]), whole([expected.weights])
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        if not name.startswith("exp_avg"):
+            assert np.abs(got[name] - wanted[name]).max() <= 1e-9 * 2e-3 * STEPS, name
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "dp2-cp2", "tp2-sp-cp2"])
+def test_one_supervised_token_in_the_batch(config: Path, layout: str) -> None:
+    """All but one rank have nothing to learn from; the loss is still divided by one token, once."""
+    ranks, overrides = LAYOUTS[layout]
+    expected = one_rank(config, (), 5, one_label=True)
+    results = run(run_steps, ranks, config, overrides, 5, OneLabel)
+    for result in results:
+        assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    check_gradients(results, expected)
+
+
+def test_recomputation_changes_nothing(config: Path) -> None:
+    expected = one_rank(config, VARIANTS["masked"], 3)
+    kinds = (
+        ["train.recompute_granularity=full"],
+        ["train.recompute_granularity=full", "train.recompute_num_layers=2"],
+        ["train.recompute_granularity=selective", "train.recompute_modules=[core_attn, mlp]"],
+    )
+    for kind in kinds:
+        results = run(run_steps, 2, config, [*VARIANTS["masked"], *kind, *LAYOUTS["cp2"][1]], 3)
+        assert results[0].losses == pytest.approx(expected.losses, rel=1e-5)
+        check_gradients(results, expected)
