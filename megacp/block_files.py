@@ -75,9 +75,7 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-def write(
-    folder: Path, blocks: Sequence[Block], meta: dict[str, Any], process_group: dist.ProcessGroup | None
-) -> None:
+def write(folder: Path, blocks: Sequence[Block], meta: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
     """Write the blocks of all ranks into an existing folder, durably; errors of one rank raise on all.
 
     The blocks of one name must make up the whole global tensor; what several ranks hold is written once.
@@ -87,9 +85,7 @@ def write(
         state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=process_group)
 
 
-def read(
-    folder: Path, metadata: Metadata, blocks: Sequence[Block], process_group: dist.ProcessGroup | None
-) -> None:
+def read(folder: Path, metadata: Metadata, blocks: Sequence[Block], process_group: dist.ProcessGroup | None) -> None:
     """Fill the tensors of `blocks` from a folder that was found whole; errors of one rank raise on all."""
     with _plain_errors():
         reader, planner = _Reader(folder, metadata), _LoadPlanner(blocks, folder)

@@ -68,9 +68,7 @@ def save(
     return folder
 
 
-def load(
-    path: str | Path, blocks: Sequence[Block], process_group: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
+def load(path: str | Path, blocks: Sequence[Block], process_group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Fill the tensors of `blocks` from a checkpoint's folder, or the one `find` picks in a root; its `meta`.
 
     The cut may differ from the saved one, and each rank may ask for names of its own, or none. Values take

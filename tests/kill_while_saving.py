@@ -29,10 +29,7 @@ CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 def blocks_of(iteration: float) -> list[Block]:
     zeros = (0, 0)
-    return [
-        Block(name, shape, zeros[: len(shape)], torch.full(shape, iteration))
-        for name, shape in SHAPES.items()
-    ]
+    return [Block(name, shape, zeros[: len(shape)], torch.full(shape, iteration)) for name, shape in SHAPES.items()]
 
 
 def save(root: Path, iteration: int) -> None:
@@ -111,9 +108,7 @@ def kill_at_call(root: Path, iteration: int, call: int) -> bool:
 
     status = os.waitpid(start(work), 0)[1]
     assert status == 0 or os.WIFSIGNALED(status), "the saving process failed by itself"
-    assert found(root) in (2, iteration), (
-        f"{found(root)} after 2, killed before call {call} of saving {iteration}"
-    )
+    assert found(root) in (2, iteration), f"{found(root)} after 2, killed before call {call} of saving {iteration}"
     print(found(root), flush=True)
     save(root, 4)
     assert found(root) == 4

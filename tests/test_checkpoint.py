@@ -141,9 +141,7 @@ def test_files_are_safetensors_and_hold_each_element_once(tmp_path: Path) -> Non
             for key in file.keys():  # noqa: SIM118
                 name, _, box = key.partition("[")
                 tensor = file.get_tensor(key)
-                ranges = (
-                    [slice(*map(int, side.split(":"))) for side in box.rstrip("]").split(",")] if box else ()
-                )
+                ranges = [slice(*map(int, side.split(":"))) for side in box.rstrip("]").split(",")] if box else ()
                 assert torch.equal(tensor, whole[name][tuple(ranges)])
                 elements[name] += tensor.numel()
     assert elements == {name: tensor.numel() for name, tensor in whole.items()}
@@ -195,9 +193,7 @@ def test_a_name_or_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
     save_small(tmp_path, 1)
     with pytest.raises(ValueError, match=r"has weight as \[4, 2\] float32, asked for as \[5, 2\] float32"):
         checkpoint.load(tmp_path, [copy_of("weight", torch.zeros(5, 2))])
-    with pytest.raises(
-        ValueError, match=r"has no weights, asked for as \[4, 2\] .*; nearest name: weight \[4, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"has no weights, asked for as \[4, 2\] .*; nearest name: weight \[4, 2\]"):
         checkpoint.load(tmp_path, [copy_of("weights", torch.zeros(4, 2))])
     with pytest.raises(ValueError, match=r"weight: a block \[4, 2\] at \[1, 0\] is not inside \[4, 2\]"):
         checkpoint.load(tmp_path, [Block("weight", (4, 2), (1, 0), torch.zeros(4, 2))])
