@@ -60,10 +60,10 @@ class _LinearCrossEntropy(Function):
             chunk, chunk_mask = full[part], mask[part].to(exact)
             logits = (chunk @ head.t()).to(exact)
             local = labels[part] - first
-            losses = _softmax_and_loss(logits, local, tp)
+            sum_exp, losses = _exp_and_loss(logits, local, tp)
             total += (losses * chunk_mask).sum()
             if dhidden is not None and dweight is not None:
-                dlogits = _gradient(logits, local, chunk_mask).to(hidden.dtype)
+                dlogits = _gradient(logits, sum_exp, local, chunk_mask).to(hidden.dtype)
                 torch.matmul(dlogits, head, out=dhidden[part])
                 _accumulate_product(dweight[:rows], dlogits, chunk)
         if dhidden is not None and dweight is not None:
@@ -80,8 +80,8 @@ class _LinearCrossEntropy(Function):
         return dhidden.mul_(grad), dweight.mul_(grad), None, None, None
 
 
-def _softmax_and_loss(logits: Tensor, local: Tensor, tp: Group) -> Tensor:
-    """Turns logits [C, V] into this rank's columns of the softmax, in place; returns losses [C].
+def _exp_and_loss(logits: Tensor, local: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
+    """Turns logits [C, V] into exp(logits - highest of all ranks), in place; (their sums over all ranks, losses) [C].
 
     `local` are the labels counted from this rank's first row: outside [0, V) they belong to another rank.
     """
@@ -92,18 +92,16 @@ def _softmax_and_loss(logits: Tensor, local: Tensor, tp: Group) -> Tensor:
     target = logits.new_zeros(len(logits))
     rows = inside.nonzero().squeeze(1)
     target[rows] = logits[rows, local[rows]]
-    sums = torch.stack([logits.exp_().sum(-1), target])
-    sum_exp, target = all_reduce(sums, tp)
-    logits.div_(sum_exp[:, None])
-    return sum_exp.log() - target
+    sum_exp, target = all_reduce(torch.stack([logits.exp_().sum(-1), target]), tp)
+    return sum_exp, sum_exp.log() - target
 
 
-def _gradient(softmax: Tensor, local: Tensor, mask: Tensor) -> Tensor:
-    """mask * (softmax - one_hot(label)) [C, V], in place."""
-    softmax.mul_(mask[:, None])
-    rows = ((local >= 0) & (local < softmax.shape[1])).nonzero().squeeze(1)
-    softmax[rows, local[rows]] -= mask[rows]
-    return softmax
+def _gradient(exp: Tensor, sum_exp: Tensor, local: Tensor, mask: Tensor) -> Tensor:
+    """mask * (softmax - one_hot(label)) [C, V] from what `_exp_and_loss` left, in place."""
+    gradient = exp.mul_((mask / sum_exp)[:, None])
+    rows = ((local >= 0) & (local < gradient.shape[1])).nonzero().squeeze(1)
+    gradient[rows, local[rows]] -= mask[rows]
+    return gradient
 
 
 def _accumulate_product(total: Tensor, dlogits: Tensor, chunk: Tensor) -> None:

@@ -14,7 +14,7 @@ from megacp.batch import Batch
 from megacp.collectives import all_gather
 from megacp.config import ModelConfig, ParallelConfig, TrainConfig
 from megacp.grid import Grid
-from megacp.model.layer import Layer, Noise, Norm, Rotary
+from megacp.model.layer import Layer, Noise, Norm
 from megacp.model.parallel import Layout, VocabEmbedding, look_up, replicated_parameter
 from megacp.model.rope import attention_factor, inverse_frequencies, rotary_table
 
@@ -89,15 +89,15 @@ class GPT(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         stream = (batch.cp.rank, self.layout.tp.rank if self.layout.sequence_parallel else 0)
         noise = Noise(self.layout.seed, batch.ids, stream)
-        rotary = self._rotary(batch)
+        turn = self._turn(batch)
         hidden = self.embedding(batch)
         if self.training and self.config.hidden_dropout:
             hidden = noise.dropout(hidden, self.config.hidden_dropout, "embedding")
         for number, layer in enumerate(self.layers):
             if self.training and number < self.recomputed_layers:
-                hidden = checkpoint(layer, hidden, rotary, batch, noise, use_reentrant=False, preserve_rng_state=False)
+                hidden = checkpoint(layer, hidden, turn, batch, noise, use_reentrant=False, preserve_rng_state=False)
             else:
-                hidden = layer(hidden, rotary, batch, noise)
+                hidden = layer(hidden, turn, batch, noise)
         return self.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,11 +107,11 @@ class GPT(nn.Module):
         columns = (hidden @ self.output_weight.t()).t()
         return all_gather(columns, self.layout.tp).t()[:, : self.config.vocab_size]
 
-    def _rotary(self, batch: Batch) -> Rotary | None:
+    def _turn(self, batch: Batch) -> Tensor | None:
         if self.frequencies is None:
             return None
         factor = attention_factor(self.config.rope_scaling)
-        return Rotary(*rotary_table(batch.position_ids, self.frequencies, factor, self.layout.dtype))
+        return rotary_table(batch.position_ids, self.frequencies, factor, self.layout.dtype)
 
     def _choose_recomputation(self, train: TrainConfig) -> None:
         if train.recompute_granularity == "full":

@@ -24,14 +24,6 @@ from megacp.model.rope import rotate, split_rotate
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """cos, sin [T, 1, R/2] of this microbatch's positions."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-@dataclass(frozen=True)
 class Noise:
     """Where dropout's random numbers come from: a fresh generator for each place, seeded by what must tell it apart.
 
@@ -67,11 +59,13 @@ class _RMSNorm(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
-        normal = x * rstd
-        product = grad * normal
-        dweight = product.flatten(0, -2).sum(0)
-        mean = (product @ weight.to(product.dtype)).div_(x.shape[-1]).unsqueeze(-1)
-        dx = torch.mul(grad, weight, out=product).to(normal.dtype).addcmul_(normal, mean, value=-1.0).mul_(rstd)
+        work, grad = x.to(rstd.dtype), grad.to(rstd.dtype)
+        scale, count = weight.to(rstd.dtype), x.shape[-1]
+        product = grad * work
+        # Both sums over the product are products with a vector: one pass each, without a further tensor of its size.
+        dweight = rstd.flatten() @ product.flatten(0, -2)
+        mean = (product @ scale).unsqueeze(-1) * rstd.pow(3).div_(count)
+        dx = torch.mul(grad, scale, out=product).mul_(rstd).addcmul_(work, mean, value=-1.0)
         return dx.to(x.dtype), dweight.to(weight.dtype), None
 
 
@@ -97,22 +91,29 @@ class Norm(nn.Module):
 
 
 class _SwiGLU(Function):
-    """silu(gate) * up of [gate; up], keeping the product alone (Shazeer 2020)."""
+    """silu(gate) * up of [gate; up] (Shazeer 2020), keeping the product, on a CPU silu(gate) too.
+
+    There exponentials are dear and memory is not; on a GPU it is the other way round.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        silu = F.silu(gate)
+        if gate_up.is_cuda:
+            ctx.save_for_backward(gate_up)
+            return silu.mul_(up)
+        ctx.save_for_backward(gate_up, silu)
+        return silu * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (grad,) = grads
-        (gate_up,) = ctx.saved_tensors
+        gate_up, *silu = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         dgate, dup = out.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=dup)
+        torch.mul(grad, silu[0] if silu else F.silu(gate), out=dup)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
         return out
 
@@ -162,28 +163,28 @@ class Attention(nn.Module):
         self.q_norm = Norm(f"{name}.q_norm", dim, config, layout, own_heads=True) if config.qk_layernorm else None
         self.k_norm = Norm(f"{name}.k_norm", dim, config, layout, own_heads=True) if config.qk_layernorm else None
 
-    def forward(self, x: Tensor, rotary: Rotary | None, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor | None, batch: Batch) -> Tensor:
         qkv = self.qkv(x)
         if self.recompute_core:
-            heads = checkpoint(self._attend, qkv, rotary, batch, use_reentrant=False, preserve_rng_state=False)
+            heads = checkpoint(self._attend, qkv, turn, batch, use_reentrant=False, preserve_rng_state=False)
         else:
-            heads = self._attend(qkv, rotary, batch)
+            heads = self._attend(qkv, turn, batch)
         return self.out(heads)  # type: ignore[arg-type]
 
-    def _attend(self, qkv: Tensor, rotary: Rotary | None, batch: Batch) -> Tensor:
+    def _attend(self, qkv: Tensor, turn: Tensor | None, batch: Batch) -> Tensor:
         """[T, (N+2K)*D] -> [T, N*D]."""
-        q, k, v = self._split(qkv, rotary)
+        q, k, v = self._split(qkv, turn)
         return self.core(q, k, v, batch.packed, batch.cp).flatten(1)
 
-    def _split(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        if rotary is not None and self.q_norm is None:
-            return split_rotate(qkv, rotary.cos, rotary.sin, self.heads, self.kv_heads)
+    def _split(self, qkv: Tensor, turn: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if turn is not None and self.q_norm is None:
+            return split_rotate(qkv, turn, self.heads, self.kv_heads)
         heads = qkv.view(qkv.shape[0], self.heads + 2 * self.kv_heads, -1)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary.cos, rotary.sin), rotate(k, rotary.cos, rotary.sin)
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
         return q, k, v
 
 
@@ -204,8 +205,8 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(f"{name}.mlp_norm", config.hidden_size, config, layout)
         self.mlp = MLP(f"{name}.mlp", config, layout, output_std)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, batch: Batch, noise: Noise) -> Tensor:
-        x = x + self.drop(self.attention(self.attention_norm(x), rotary, batch), noise, "attention")
+    def forward(self, x: Tensor, turn: Tensor | None, batch: Batch, noise: Noise) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x), turn, batch), noise, "attention")
         return x + self.drop(self._feed_forward(x), noise, "mlp")
 
     def _feed_forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Rotary position embedding (Su et al. 2021): rotate q and k by `batch.position_ids`.
 
-Positions arrive cut together with the tokens, so nothing here knows of groups or offsets. Halves are rotated, not
-interleaved pairs (GPT-NeoX and Hugging Face Llama).
+Positions arrive cut together with the tokens, so nothing here knows of groups or offsets. Dim i is paired with dim
+i + R/2 (GPT-NeoX and Hugging Face Llama), and a pair is rotated as one complex number. The rotated pairs are left lying
+side by side: attention sees nothing of q and k but their products, which do not depend on the order of a head's dims,
+and putting the halves back would cost as much as the rotation.
 
 Legend: T tokens, N query heads, K KV heads, D head dim, R rotated dims of D.
 """
@@ -74,73 +76,75 @@ def attention_factor(scaling: RopeScaling) -> float:
     return log_scale(scaling.mscale) / log_scale(scaling.mscale_all_dim)
 
 
-def rotary_table(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos, sin [T, 1, R/2] of int64 position_ids [T].
+def rotary_table(position_ids: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Complex [T, 1, R/2]: factor * e^(i * angle) of int64 position_ids [T]; complex128 for float64, else complex64.
 
     Angles are taken in float64: in float32 a position of a million is already off by 0.06 radians.
     """
     angles = position_ids.double()[:, None, None] * frequencies
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    turn = torch.polar(torch.full_like(angles, factor), angles)
+    return turn if dtype == torch.float64 else turn.to(torch.complex64)
 
 
-def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> None:
-    """out = x [T, n, D] rotated by sign * angle; dims past R are copied. `out` may not overlap `x`."""
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin, value=sign)
-    if 2 * half < x.shape[-1]:
-        out[..., 2 * half :] = x[..., 2 * half :]
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    """x [T, n, D] -> [T, n, D] with its first R dims rotated, pair i lying at 2i and 2i + 1."""
+    half, exact = turn.shape[-1], turn.real.dtype
+    pairs = torch.complex(x[..., :half].to(exact), x[..., half : 2 * half].to(exact)).mul_(turn)
+    rotated = torch.view_as_real(pairs).flatten(-2).to(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else torch.cat([rotated, x[..., 2 * half :]], dim=-1)
+
+
+def _turn_back_into(dx: Tensor, grad: Tensor, turn: Tensor) -> None:
+    """The gradient of `_turned`: grad rotated the other way, as two halves again, written to dx [T, n, D]."""
+    half = turn.shape[-1]
+    pairs = torch.view_as_complex(grad[..., : 2 * half].to(turn.real.dtype).unflatten(-1, (half, 2))) * turn.conj()
+    dx[..., :half] = pairs.real
+    dx[..., half : 2 * half] = pairs.imag
+    dx[..., 2 * half :] = grad[..., 2 * half :]
 
 
 class _Rotate(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rotate_into(out, x, cos, sin, 1.0)
-        return out
+    def forward(ctx: Any, x: Tensor, turn: Tensor) -> Tensor:
+        ctx.save_for_backward(turn)
+        return _turned(x, turn)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        cos, sin = ctx.saved_tensors
-        _rotate_into(dx, grad, cos, sin, -1.0)
-        return dx, None, None
+        _turn_back_into(dx, grad.contiguous(), *ctx.saved_tensors)
+        return dx, None
 
 
 class _SplitRotate(Function):
     """The same for q and k inside one [T, (N+2K)*D] product, whose gradient is written in one piece."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
+    def forward(ctx: Any, qkv: Tensor, turn: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(turn)
         x = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
         q, k, v = x.split([heads, kv_heads, kv_heads], dim=1)
-        q_rotated, k_rotated = (torch.empty(part.shape, dtype=x.dtype, device=x.device) for part in (q, k))
-        _rotate_into(q_rotated, q, cos, sin, 1.0)
-        _rotate_into(k_rotated, k, cos, sin, 1.0)
         # v is copied: a view would keep the whole product alive until the backward pass.
-        return q_rotated, k_rotated, v.clone(memory_format=torch.contiguous_format)
+        return _turned(q, turn), _turned(k, turn), v.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        dq, dk, dv = grads
-        cos, sin = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        (turn,) = ctx.saved_tensors
         heads, kv_heads = dq.shape[1], dk.shape[1]
         dx = torch.empty(dq.shape[0], heads + 2 * kv_heads, dq.shape[2], dtype=dq.dtype, device=dq.device)
-        _rotate_into(dx[:, :heads], dq, cos, sin, -1.0)
-        _rotate_into(dx[:, heads : heads + kv_heads], dk, cos, sin, -1.0)
+        _turn_back_into(dx[:, :heads], dq, turn)
+        _turn_back_into(dx[:, heads : heads + kv_heads], dk, turn)
         dx[:, heads + kv_heads :] = dv
-        return dx.flatten(1), None, None, None, None
+        return dx.flatten(1), None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, n, D] rotated at its positions."""
-    return _Rotate.apply(x, cos, sin)  # type: ignore[return-value]
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """x [T, n, D] (q or k) rotated at its positions by `turn` [T, 1, R/2] of `rotary_table`, its pairs side by side."""
+    return _Rotate.apply(x, turn)  # type: ignore[return-value]
 
 
-def split_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, (N+2K)*D] -> rotated q [T, N, D], rotated k [T, K, D], v [T, K, D]."""
-    return _SplitRotate.apply(qkv, cos, sin, heads, kv_heads)  # type: ignore[return-value]
+def split_rotate(qkv: Tensor, turn: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, (N+2K)*D] -> rotated q [T, N, D] and k [T, K, D], their pairs side by side; v [T, K, D] as it is."""
+    return _SplitRotate.apply(qkv, turn, heads, kv_heads)  # type: ignore[return-value]

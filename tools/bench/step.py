@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
-    "10m": {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 704, "vocab_size": 8192},
+    "10m": {
+        "num_layers": 8,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 704,
+        "vocab_size": 8192,
+    },
     "135m": {
         "num_layers": 30,
         "hidden_size": 576,
@@ -72,6 +79,8 @@ def compare(name: str, contenders: list[tuple[str, int]], turns: int) -> None:
     seconds: list[list[float]] = [[] for _ in running]
     for turn in range(turns + 2):
         for contender, times in zip(running, seconds, strict=True):
+            # The threads of the one before spin for a while before they sleep.
+            time.sleep(0.3)
             taken = contender.step()
             if turn >= 2:
                 times.append(taken)
