@@ -140,7 +140,7 @@ def forward_backward(run: Run, loader: Loader) -> tuple[float, float, Work]:
     # Ranks of one CP group count the same documents, so each takes its share of them.
     tokens = sum(sum(batch.packed.lengths) / batch.cp.size for batch in batches)
     squares = sum(sum(n * n for n in batch.packed.lengths) / batch.cp.size for batch in batches)
-    everything = torch.cat([totals, totals.new_tensor([tokens, squares])])
+    everything = torch.cat([totals.to(run.device), totals.new_tensor([tokens, squares], device=run.device)])
     loss, supervised, tokens, squares = all_reduce(everything, run.grid.dp_cp).tolist()
     return loss, supervised, Work(tokens, squares)
 

@@ -253,10 +253,15 @@ def rope_scaling_stretches(config: Any, world_size: int | None) -> Problems:
 
 def learned_positions_reach(config: Any, world_size: int | None) -> Problems:
     rows, length = config.model.max_position_embeddings, config.data.seq_length
-    if config.model.position_embedding_type == "learned_absolute" and (rows is None or rows < length):
+    # A document may fill the sample, and its padding has positions too.
+    multiple = 2 * config.parallel.context_parallel_size
+    needed = -(-length // multiple) * multiple
+    if config.model.position_embedding_type == "learned_absolute" and (rows is None or rows < needed):
+        padded = "" if needed == length else f", padded to 2*cp = {multiple}"
+        fitting = rows // multiple * multiple if rows else 0
         yield (
-            f"model.max_position_embeddings = {rows} must reach data.seq_length = {length}, as positions are "
-            f"learned_absolute: use {length} or more" + (f", or seq_length {rows}" if rows else "")
+            f"model.max_position_embeddings = {rows} must reach data.seq_length = {length}{padded}, as positions are "
+            f"learned_absolute: use {needed} or more" + (f", or seq_length {fitting}" if fitting else "")
         )
 
 

@@ -142,6 +142,17 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
         1,
         ["max_position_embeddings = 64", "seq_length = 128", "or seq_length 64"],
     ),
+    "positions for padding": (
+        [
+            "model.position_embedding_type=learned_absolute",
+            "model.max_position_embeddings=127",
+            "data.seq_length=127",
+            "data.mask_between_documents=true",
+            CP + "=2",
+        ],
+        2,
+        ["max_position_embeddings = 127", "padded to 2*cp = 4", "use 128 or more, or seq_length 124"],
+    ),
     "two activations": (["model.openai_gelu=true"], 1, ["swiglu", "openai_gelu", "set one to false"]),
     "attention dropout": (
         ["model.attention_dropout=0.1"],
