@@ -200,26 +200,28 @@ class Grid:
     cp_groups: dict[tuple[int, ...], CPGroup] = field(repr=False)
 
     @staticmethod
-    def create(config: ParallelConfig) -> Grid:
+    def create(parallel_config: ParallelConfig) -> Grid:
         """Build every group, on all ranks in one order. Without torch.distributed the world is one rank."""
         import torch.distributed as dist
 
         live = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if live else (0, 1)
-        dense, expert = grid_sizes(config, world_size)
-        builder = _Builder(rank, config.distributed_timeout_minutes)
+        dense, expert = grid_sizes(parallel_config, world_size)
+        builder = _Builder(rank, parallel_config.distributed_timeout_minutes)
 
         def group(axes: str, sizes: dict[str, int] = dense, name: str = "", traffic: str = "model") -> Group:
-            return builder.own(name or axes, rank_groups(sizes, config.order, axes), traffic)
+            return builder.own(name or axes, rank_groups(sizes, parallel_config.order, axes), traffic)
 
-        cp = builder.cp(rank_groups(dense, config.order, "cp"), config.hierarchical_context_parallel_sizes)
+        cp = builder.cp(
+            rank_groups(dense, parallel_config.order, "cp"), parallel_config.hierarchical_context_parallel_sizes
+        )
         cp_groups = {cp.ranks: cp}
-        if config.hybrid_context_parallel:
-            cp_groups |= builder.hybrid(rank_groups(dense, config.order, "dp-cp"), cp_groups)
+        if parallel_config.hybrid_context_parallel:
+            cp_groups |= builder.hybrid(rank_groups(dense, parallel_config.order, "dp-cp"), cp_groups)
         return Grid(
             rank=rank,
             world_size=world_size,
-            order=config.order,
+            order=parallel_config.order,
             sizes=dense,
             expert_sizes=expert,
             cp=cp,
@@ -232,7 +234,7 @@ class Grid:
             expert_tp=group("tp", expert, "expert-tp"),
             expert_dp=group("dp", expert, "expert-dp", "gradients"),
             tp_dp_cp=group("tp-dp-cp"),
-            embedding=builder.embedding(rank_groups(dense, config.order, "pp")),
+            embedding=builder.embedding(rank_groups(dense, parallel_config.order, "pp")),
             model=group("tp-pp"),
         )
 
@@ -245,11 +247,6 @@ class Grid:
             raise ValueError(
                 f"no context-parallel group of ranks {list(ranks)} was built; rank {self.rank} is in {built}"
             ) from None
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Place of this process along each axis; ep is its place in the expert grid."""
-        return {axis: getattr(self, axis).rank for axis in AXES}
 
 
 class _Builder:

@@ -88,10 +88,8 @@ def _exp_and_loss(logits: Tensor, local: Tensor, tp: Group) -> tuple[Tensor, Ten
     highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     highest = all_reduce(highest, tp, dist.ReduceOp.MAX)
     logits.sub_(highest[:, None])
-    inside = (local >= 0) & (local < logits.shape[1])
-    target = logits.new_zeros(len(logits))
-    rows = inside.nonzero().squeeze(1)
-    target[rows] = logits[rows, local[rows]]
+    inside, column = _own_column(local, logits.shape[1])
+    target = logits.gather(1, column)[:, 0].where(inside, 0.0) if logits.shape[1] else logits.new_zeros(len(logits))
     sum_exp, target = all_reduce(torch.stack([logits.exp_().sum(-1), target]), tp)
     return sum_exp, sum_exp.log() - target
 
@@ -99,9 +97,16 @@ def _exp_and_loss(logits: Tensor, local: Tensor, tp: Group) -> tuple[Tensor, Ten
 def _gradient(exp: Tensor, sum_exp: Tensor, local: Tensor, mask: Tensor) -> Tensor:
     """mask * (softmax - one_hot(label)) [C, V] from what `_exp_and_loss` left, in place."""
     gradient = exp.mul_((mask / sum_exp)[:, None])
-    rows = ((local >= 0) & (local < gradient.shape[1])).nonzero().squeeze(1)
-    gradient[rows, local[rows]] -= mask[rows]
-    return gradient
+    if not gradient.shape[1]:
+        return gradient
+    inside, column = _own_column(local, gradient.shape[1])
+    return gradient.scatter_add_(1, column, -(mask * inside)[:, None])
+
+
+def _own_column(local: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Whether a label is this rank's [C], and its column [C, 1] (0 if not). Row numbers would wait for the device."""
+    inside = (local >= 0) & (local < columns)
+    return inside, local.where(inside, 0)[:, None]
 
 
 def _accumulate_product(total: Tensor, dlogits: Tensor, chunk: Tensor) -> None:

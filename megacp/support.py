@@ -188,8 +188,30 @@ def device_fits(config: Any, world_size: int | None) -> Problems:
     device = config.train.device
     if config.train.params_dtype == "float64" and device != "cpu":
         yield f"train.params_dtype float64 needs train.device cpu, not {device}: set cpu, or use float32"
+    if device == "cuda":
+        yield from cuda_problems(config)
     if config.parallel.distributed_backend == "nccl" and device == "cpu":
         yield "parallel.distributed_backend nccl needs GPUs, but train.device = cpu: use gloo or auto"
+
+
+def cuda_problems(config: Any) -> Problems:
+    """What does not run on GPUs; for train.device = auto asked once it is known that there are some."""
+    dtype, head, native = (
+        config.train.params_dtype,
+        config.model.head_dim,
+        config.model.attention_backend != "transformer_engine",
+    )
+    if native and dtype != "bfloat16":
+        yield (
+            f"train.params_dtype = {dtype} on GPUs: flash attention takes bfloat16 there; use it, or train.device=cpu"
+        )
+    if native and (head % 8 or head > 256):
+        yield (
+            f"model.kv_channels = {head} on GPUs: flash attention takes multiples of 8 up to 256; "
+            f"use {_multiples_near(8, min(head, 256))}, or train.device=cpu"
+        )
+    if config.parallel.distributed_backend == "gloo" and config.parallel.context_parallel_size > 1:
+        yield "parallel.distributed_backend = gloo with p2p on GPUs: gloo sends host memory only; use nccl or auto"
 
 
 # --- the model
@@ -217,17 +239,18 @@ def query_groups_divide_heads(config: Any, world_size: int | None) -> Problems:
 def rotary_width_is_even(config: Any, world_size: int | None) -> Problems:
     """Rotary channels come in pairs."""
     m, head = config.model, config.model.head_dim
+    if m.position_embedding_type == "rope" and head % 2:
+        yield f"heads of an odd width, kv_channels = {head}, cannot be rotated: use {_multiples_near(2, head)}"
+        return
     width = m.rotary_percent * head
     even = round(width / 2) > 0 and math.isclose(width, 2 * round(width / 2), rel_tol=1e-6)
     if m.position_embedding_type != "rope" or even:
         return
     pairs = sorted({max(1, math.floor(width / 2)), math.ceil(width / 2)})
     percents = [f"{2 * n / head:.6g}" for n in pairs if 2 * n <= head]
-    ways = [f"model.kv_channels = {_multiples_near(2, head)}"] if head % 2 else []
-    ways += [f"model.rotary_percent = {any_of(percents)}"] if percents else []
     yield (
         f"model.rotary_percent * kv_channels = {m.rotary_percent:g}*{head} = {width:g} must be even: "
-        f"use {', or '.join(ways)}"
+        f"use model.rotary_percent = {any_of(percents)}"
     )
 
 

@@ -221,6 +221,12 @@ def test_dropout_scales_what_it_keeps(probability: float, dtype: torch.dtype) ->
     assert torch.all(out[kept] == torch.tensor(1 / (1 - probability)).to(dtype))
 
 
+def test_dropout_keeps_the_mean_in_bfloat16() -> None:
+    """1/0.9 itself is no bfloat16: as a factor of every element it would be a bias."""
+    x = (torch.rand(1_000_000, generator=torch.Generator().manual_seed(0)) + 0.5).bfloat16()
+    assert drop(x, 0.1).double().mean() / x.double().mean() == pytest.approx(1.0, abs=1e-3)
+
+
 def test_dropout_is_the_same_wherever_its_key_is() -> None:
     """Nothing of the process enters: not its global random state, not what was drawn before."""
     x = torch.ones(1000)

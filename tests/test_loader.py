@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megacp.data.loader import Loader, Pairs, PeerCheck, Sampler
-from megacp.data.pack import Layout, Row
+from megacp.data.pack import PackLayout, Row
 from tests import spawn
 
 
@@ -41,7 +41,7 @@ def ids_of(pairs: Pairs) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_the_order_is_megatrons(prefetch: bool) -> None:
     sampler = Sampler(micro_batch_size=2, global_batch_size=8, dp_rank=1, dp_size=2)
-    loader = Loader(Counting(), sampler, Layout(cp=2), (4, 5), prefetch=prefetch)
+    loader = Loader(Counting(), sampler, PackLayout(cp=2), (4, 5), prefetch=prefetch)
     for step in range(3):
         pairs = loader.next_step()
         assert ids_of(pairs) == [(8 * step + 2, 8 * step + 3), (8 * step + 6, 8 * step + 7)]
@@ -53,7 +53,7 @@ def test_the_order_is_megatrons(prefetch: bool) -> None:
 def test_resume_anywhere_at_any_size() -> None:
     def step(consumed: int, dp: int, micro: int) -> list[int]:
         samplers = [Sampler(micro, 12, rank, dp) for rank in range(dp)]
-        loaders = [Loader(Counting(), sampler, Layout(), consumed_samples=consumed) for sampler in samplers]
+        loaders = [Loader(Counting(), sampler, PackLayout(), consumed_samples=consumed) for sampler in samplers]
         return sorted(i for loader in loaders for ids in ids_of(loader.next_step()) for i in ids)
 
     for consumed in (0, 7, 24, 88):
@@ -62,7 +62,7 @@ def test_resume_anywhere_at_any_size() -> None:
 
 
 def test_moving_the_state_discards_what_was_read_ahead() -> None:
-    loader = Loader(Counting(), Sampler(1, 4), Layout())
+    loader = Loader(Counting(), Sampler(1, 4), PackLayout())
     loader.next_step()
     loader.consumed_samples = 40
     assert ids_of(loader.next_step()) == [(40,), (41,), (42,), (43,)]
@@ -70,7 +70,7 @@ def test_moving_the_state_discards_what_was_read_ahead() -> None:
 
 
 def test_past_the_end() -> None:
-    loader = Loader(Counting(10), Sampler(1, 4), Layout())
+    loader = Loader(Counting(10), Sampler(1, 4), PackLayout())
     loader.next_step()
     loader.next_step()
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_past_the_end() -> None:
 
 
 def test_errors_of_the_thread_belong_to_their_step() -> None:
-    loader = Loader(Counting(broken=6), Sampler(1, 4), Layout())
+    loader = Loader(Counting(broken=6), Sampler(1, 4), PackLayout())
     assert ids_of(loader.next_step())[0] == (0,)
     for _ in range(2):
         with pytest.raises(OSError, match="disk failed at 6"):
@@ -95,7 +95,7 @@ def loader_threads() -> list[threading.Thread]:
 def test_one_thread_reads_ahead_and_goes_with_its_loader() -> None:
     before = set(loader_threads())
     dataset = Counting()
-    loader = Loader(dataset, Sampler(1, 4), Layout())
+    loader = Loader(dataset, Sampler(1, 4), PackLayout())
     for _ in range(5):
         loader.next_step()
     threads = set(loader_threads()) - before
@@ -110,7 +110,7 @@ def test_one_thread_reads_ahead_and_goes_with_its_loader() -> None:
 
 def test_a_closed_loader_goes_on_alone() -> None:
     dataset = Counting()
-    loader = Loader(dataset, Sampler(1, 4), Layout())
+    loader = Loader(dataset, Sampler(1, 4), PackLayout())
     loader.next_step()
     loader.close()
     dataset.readers.clear()
@@ -119,7 +119,7 @@ def test_a_closed_loader_goes_on_alone() -> None:
 
 
 def test_a_stage_without_tokens_has_the_same_layout() -> None:
-    layout = Layout(cp=1, mask_between_documents=True, eod_mask_loss=True)
+    layout = PackLayout(cp=1, mask_between_documents=True, eod_mask_loss=True)
     full, blind = (Loader(Counting(), Sampler(2, 4), layout, read_tokens=read).next_step() for read in (True, False))
     for (a, _), (b, _) in zip(full, blind, strict=True):
         assert torch.equal(a.cu_seqlens, b.cu_seqlens)
@@ -134,7 +134,7 @@ def test_refuses() -> None:
     with pytest.raises(ValueError, match="rank 3"):
         Sampler(2, 12, 3, 3)
     with pytest.raises(ValueError, match="cp = 2"):
-        Loader(Counting(), Sampler(1, 1), Layout(cp=2), (0,))
+        Loader(Counting(), Sampler(1, 1), PackLayout(cp=2), (0,))
 
 
 def check_peers(fault: str, rank_with_fault: int) -> None:
@@ -147,7 +147,7 @@ def check_peers(fault: str, rank_with_fault: int) -> None:
         peers([(spoil(sample, fault), ranks) for sample, ranks in pairs] if rank == rank_with_fault else pairs)
 
     sampler = Sampler(1, 4, dp_rank, 2)
-    loader = Loader(Counting(), sampler, Layout(), (0,), read_tokens=read, check=check)
+    loader = Loader(Counting(), sampler, PackLayout(), (0,), read_tokens=read, check=check)
     loader.next_step()
     loader.next_step()
 
@@ -189,4 +189,4 @@ def test_peers_that_differ(fault: str, rank: int, words: str) -> None:
 
 
 def test_one_process_has_no_peers() -> None:
-    Loader(Counting(), Sampler(1, 4), Layout(), check=PeerCheck(0)).next_step()
+    Loader(Counting(), Sampler(1, 4), PackLayout(), check=PeerCheck(0)).next_step()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.batch import Sample, shard
-from megacp.data.pack import Layout, Row, pack
+from megacp.data.pack import PackLayout, Row, pack
 from megacp.grid import CPGroup
 
 VECTORS = json.loads((Path(__file__).parent / "golden" / "gpt_dataset.json").read_text())
@@ -34,7 +34,7 @@ def real_positions(sample: Sample) -> torch.Tensor:
 def test_masks_are_megatrons(case: dict[str, Any]) -> None:
     data = case["data"]
     starts = [i + 1 for i, token in enumerate(data) if token == case["eod"]]
-    layout = Layout(mask_between_documents=case["reset_attention_mask"], eod_mask_loss=case["eod_mask_loss"])
+    layout = PackLayout(mask_between_documents=case["reset_attention_mask"], eod_mask_loss=case["eod_mask_loss"])
     sample = pack([row([*data, 1], starts)], [0], layout)
     batch = shard(sample, CPGroup(ranks=(0,), rank=0, process_group=None))
     real = real_positions(sample)
@@ -49,7 +49,7 @@ def test_masks_are_megatrons(case: dict[str, Any]) -> None:
 
 def test_dense_rows_need_no_padding() -> None:
     rows = [row(list(range(9)), [3, 8]), row(list(range(20, 29)), [])]
-    sample = pack(rows, [4, 9], Layout(cp=2, tp=2, sequence_parallel=True))
+    sample = pack(rows, [4, 9], PackLayout(cp=2, tp=2, sequence_parallel=True))
     assert sample.tokens.tolist() == [*range(8), *range(20, 28)]
     assert sample.labels.tolist() == [*range(1, 9), *range(21, 29)]
     assert sample.loss_mask.tolist() == [1.0] * 16
@@ -60,17 +60,17 @@ def test_dense_rows_need_no_padding() -> None:
 
 def test_the_tensors_of_a_sample_share_no_memory() -> None:
     source = row(list(range(9)), [])
-    sample = pack([source], [0], Layout())
+    sample = pack([source], [0], PackLayout())
     sample.tokens.zero_()
     sample.loss_mask.zero_()
     assert sample.labels.tolist() == list(range(1, 9))
     assert source.tokens.tolist() == list(range(9))
-    assert pack([source], [0], Layout()).loss_mask.sum() == 8
+    assert pack([source], [0], PackLayout()).loss_mask.sum() == 8
 
 
 def test_documents_become_sequences() -> None:
     rows = [row([1, 2, 3, 4, 5, 6, 7], [1, 4]), row([11, 12, 13, 14, 15, 16, 17], [6])]
-    layout = Layout(cp=2, mask_between_documents=True, eod_mask_loss=True)
+    layout = PackLayout(cp=2, mask_between_documents=True, eod_mask_loss=True)
     sample = pack(rows, [0, 1], layout)
     assert sample.cu_seqlens.tolist() == [0, 1, 4, 6, 12]
     assert sample.cu_seqlens_padded.tolist() == [0, 4, 8, 12, 20]
@@ -80,7 +80,7 @@ def test_documents_become_sequences() -> None:
 
 
 def test_the_end_of_the_pack_is_filled_for_sequence_parallelism() -> None:
-    layout = Layout(cp=2, tp=4, sequence_parallel=True, mask_between_documents=True)
+    layout = PackLayout(cp=2, tp=4, sequence_parallel=True, mask_between_documents=True)
     sample = pack([row(list(range(13)), [5])], [0], layout)
     assert sample.cu_seqlens.tolist() == [0, 5, 12]
     assert sample.cu_seqlens_padded.tolist() == [0, 8, 16]
@@ -92,7 +92,7 @@ def test_the_end_of_the_pack_is_filled_for_sequence_parallelism() -> None:
 
 def test_missing_labels_have_no_weight() -> None:
     short = Row(np.array([5, 6, 7, 0, 0], np.int64), np.array([], np.int64), 2)
-    sample = pack([row([1, 2, 3, 4, 5], []), short], [0, 1], Layout())
+    sample = pack([row([1, 2, 3, 4, 5], []), short], [0, 1], PackLayout())
     assert sample.loss_mask.tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
 
 
@@ -110,7 +110,7 @@ def test_any_pack_keeps_every_token_and_passes_the_door(
 ) -> None:
     length = 24
     rows = [row(list(range(100 * i + 1, 100 * i + length + 2)), sorted(begins)) for i, begins in enumerate(starts)]
-    layout = Layout(cp, tp, sequence_parallel, masked, eod_mask_loss)
+    layout = PackLayout(cp, tp, sequence_parallel, masked, eod_mask_loss)
     sample = pack(rows, range(len(rows)), layout)
     real = real_positions(sample)
     padding = torch.ones(len(sample.tokens), dtype=torch.bool).index_fill(0, real, False)

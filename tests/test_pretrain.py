@@ -12,7 +12,7 @@ from megacp.batch import shard
 from megacp.config import DataConfig
 from megacp.data import pretrain
 from megacp.data.index import build_index
-from megacp.data.pack import Layout, pack
+from megacp.data.pack import PackLayout, pack
 from megacp.data.pretrain import BlendedDataset, PretrainDataset, build_datasets, parse_split
 from megacp.data.tokens import TokenFile, TokenFileWriter
 from megacp.grid import CPGroup
@@ -46,7 +46,7 @@ def test_samples_are_megatrons(case: dict[str, Any]) -> None:
         case["add_extra_token_to_sequence"],
     )
     assert len(dataset) == case["length"]
-    layout = Layout(mask_between_documents=case["reset_attention_mask"], eod_mask_loss=case["eod_mask_loss"])
+    layout = PackLayout(mask_between_documents=case["reset_attention_mask"], eod_mask_loss=case["eod_mask_loss"])
     for i, wanted in enumerate(case["samples"]):
         sample = pack([dataset.row(i)], [i], layout)
         batch = shard(sample, CPGroup(ranks=(0,), rank=0, process_group=None))

@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
         ["hidden_size = 60", "num_attention_heads = 8", "56 or 64", "kv_channels"],
     ),
     "groups over heads": (["model.num_query_groups=3"], 1, ["num_query_groups = 3", "= 8", "1, 2, 4 or 8"]),
-    "odd head": (["model.kv_channels=15"], 1, ["1*15 = 15", "even", "kv_channels = 14 or 16"]),
+    "odd head": (["model.kv_channels=15"], 1, ["odd width", "kv_channels = 15", "14 or 16"]),
     "odd rotary share": (
         ["model.kv_channels=16", "model.rotary_percent=0.3"],
         1,
@@ -152,6 +152,17 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
         ],
         2,
         ["max_position_embeddings = 127", "padded to 2*cp = 4", "use 128 or more, or seq_length 124"],
+    ),
+    "fp32 on a GPU": (["train.device=cuda"], 1, ["params_dtype = float32", "bfloat16", "train.device=cpu"]),
+    "heads too narrow for a GPU": (
+        ["train.device=cuda", "train.params_dtype=bfloat16", "model.kv_channels=12"],
+        1,
+        ["kv_channels = 12", "multiples of 8", "8 or 16"],
+    ),
+    "gloo between GPUs": (
+        ["train.device=cuda", "train.params_dtype=bfloat16", "parallel.distributed_backend=gloo", CP + "=2"],
+        2,
+        ["distributed_backend = gloo", "use nccl or auto"],
     ),
     "two activations": (["model.openai_gelu=true"], 1, ["swiglu", "openai_gelu", "set one to false"]),
     "attention dropout": (

@@ -29,9 +29,12 @@ def load_model(path: str, device: str) -> tuple[Config, GPT]:
     if "config" not in meta:
         raise ValueError(f"{folder} was not saved by pretrain_gpt.py: it has no configuration")
     config = Config.model_validate(meta["config"])
-    train = config.train.model_copy(update={"recompute_granularity": None, "compile": False})
+    changes = {"recompute_granularity": None, "compile": False}
+    if device != "cpu":
+        changes["params_dtype"] = "bfloat16"  # what the flash kernels of a GPU take
+    train = config.train.model_copy(update=changes)
     parallel = ParallelConfig()
-    model = GPT(config.model, parallel, train, Grid.create(parallel), device).eval()
+    model = GPT(config.model, parallel, train, Grid.create(parallel), device, draw=False).eval()
     blocks = [block for p in model.parameters() for block in row_blocks(shard_of(p), p.detach(), 0)]
     checkpoint.load(folder, blocks)
     return config, model

@@ -32,16 +32,18 @@ class CoreAttention(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams, cp: CPGroup) -> Tensor: ...
 
 
-def build_attention(model: ModelConfig, parallel: ParallelConfig, layer_number: int, grid: Grid) -> CoreAttention:
+def build_attention(
+    model_config: ModelConfig, parallel_config: ParallelConfig, layer_number: int, grid: Grid
+) -> CoreAttention:
     """The attention of layer `layer_number` (global, from 1, as in Megatron-LM).
 
     The CP group of a microbatch comes with the call, never from here: `grid` is for backends that bind static groups.
     """
-    comm_type = parallel.cp_comm_type
+    comm_type = parallel_config.cp_comm_type
     if not isinstance(comm_type, str):
         comm_type = comm_type[layer_number - 1]
-    if model.attention_backend == "transformer_engine":
+    if model_config.attention_backend == "transformer_engine":
         raise ValueError("attention_backend transformer_engine is not available: use auto or native")
     if comm_type not in NATIVE:
         raise ValueError(f"cp_comm_type {comm_type} of layer {layer_number} is not available: use {', '.join(NATIVE)}")
-    return NATIVE[comm_type](model)
+    return NATIVE[comm_type](model_config)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megacp.attention import kernels
@@ -100,8 +101,6 @@ class Exchange:
 
     def start(self, *pairs: tuple[Tensor, Tensor]) -> None:
         """Post (what to send, where to receive) of each pair; both must be left alone until `wait`."""
-        import torch.distributed as dist
-
         operations = []
         for outgoing, incoming in pairs:
             operations.append(dist.P2POp(dist.isend, outgoing, self.next, self.group))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megacp.batch import Sample
-from megacp.data.pack import Layout, pack
+from megacp.data.pack import PackLayout, pack
 from megacp.data.pretrain import Dataset
 
 Pairs = list[tuple[Sample, tuple[int, ...]]]
@@ -66,7 +66,7 @@ class Loader:
         self,
         dataset: Dataset,
         sampler: Sampler,
-        layout: Layout,
+        layout: PackLayout,
         ranks: Sequence[int] = (0,),
         *,
         consumed_samples: int = 0,

@@ -29,7 +29,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackLayout:
     """How rows become a pack, and for how many ranks it is padded."""
 
     cp: int = 1
@@ -49,7 +49,7 @@ class Layout:
         return self.multiple * (self.tp if self.sequence_parallel else 1)
 
 
-def pack(rows: Sequence[Row], ids: Sequence[int], layout: Layout) -> Sample:
+def pack(rows: Sequence[Row], ids: Sequence[int], layout: PackLayout) -> Sample:
     """One microbatch of rows of equal length.
 
     Each row is a sequence of the pack, or with `mask_between_documents` each document of each row. Labels are
@@ -76,7 +76,7 @@ def lay_out(
     weights: np.ndarray,
     cuts: np.ndarray,
     ids: Sequence[int],
-    layout: Layout,
+    layout: PackLayout,
 ) -> Sample:
     """A Sample of the sequences between `cuts` int64 [k+1], padded after each and at the end of the pack.
 

@@ -97,8 +97,6 @@ class _Split:
     seq_length: int
     seed: int
     cache_path: str | None
-    extra_token: bool = True
-    drop_last: bool = True
 
     def folder(self, prefix: str) -> Path:
         return Path(self.cache_path) if self.cache_path else Path(prefix).parent / "index_cache"
@@ -126,19 +124,16 @@ class _Split:
             "num_samples": num_samples,
             "seq_length": self.seq_length,
             "seed": self.seed,
-            "extra_token": self.extra_token,
-            "drop_last": self.drop_last,
         }
 
         def build() -> dict[str, np.ndarray]:
-            flags = {"extra_token": self.extra_token, "drop_last": self.drop_last}
-            return build_index(lengths, documents, num_samples, self.seq_length, self.seed, **flags)._asdict()
+            return build_index(lengths, documents, num_samples, self.seq_length, self.seed)._asdict()
 
         try:
             arrays = cached(self.folder(prefix), f"{Path(prefix).name}-{self.name}", key, build)
         except ValueError as error:
             raise ValueError(f"{prefix}, {self.name}: {error}") from None
-        return PretrainDataset(tokens, SampleIndex(**arrays), self.seq_length, self.extra_token)
+        return PretrainDataset(tokens, SampleIndex(**arrays), self.seq_length)
 
     def blend(self, prefixes: list[str], weights: Sequence[float], size: int) -> BlendedDataset:
         """Of each source its share by weight, rounded up; one that is too small is gone through again."""

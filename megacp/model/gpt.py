@@ -54,7 +54,16 @@ class GPT(nn.Module):
 
     frequencies: Tensor | None
 
-    def __init__(self, config: ModelConfig, parallel: ParallelConfig, train: TrainConfig, grid: Grid, device: str):
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        grid: Grid,
+        device: str,
+        draw: bool = True,
+    ):
+        """`draw=False` leaves the weights zero, for a checkpoint to fill."""
         super().__init__()
         self.config = config
         self.layout = layout = Layout(
@@ -63,6 +72,7 @@ class GPT(nn.Module):
             dtype=getattr(torch, train.params_dtype),
             device=device,
             seed=train.seed,
+            draw=draw,
         )
         self.embedding = Embedding(config, layout)
         self.layers = nn.ModuleList(

@@ -41,7 +41,7 @@ class Noise:
         number = int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
         generator = torch.Generator(x.device).manual_seed(number)
         kept = torch.empty_like(x).bernoulli_(1 - probability, generator=generator)
-        return x * kept.div_(1 - probability)
+        return (x * kept).div_(1 - probability)
 
 
 class _RMSNorm(Function):

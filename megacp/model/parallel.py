@@ -28,26 +28,27 @@ from megacp.grid import Group
 
 @dataclass(frozen=True)
 class Layout:
-    """How this process holds the weights of its model: all that a layer needs to know to build them."""
+    """How this process holds the weights of its model: all that a layer needs to know to build them.
+
+    Without `draw` initial weights are left zero, where a checkpoint is to replace them.
+    """
 
     tp: Group
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     seed: int = 1234
+    draw: bool = True
 
 
 def whole_weight(name: str, shape: Sequence[int], std: float, seed: int) -> Tensor:
     """The initial weight `name`, float32 on the CPU: normal(0, std) from a generator of its own.
 
-    It depends on the seed and the name alone, so every layout starts from the same model. std 0 gives zeros.
+    It depends on the seed and the name alone, so every layout starts from the same model.
     """
-    weight = torch.zeros(*shape)
-    if std:
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        weight.normal_(0.0, std, generator=generator)
-    return weight
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(*shape).normal_(0.0, std, generator=generator)
 
 
 def build_parameter(
@@ -60,7 +61,7 @@ def build_parameter(
     rows = sum(piece.rows for piece in pieces)
     local = torch.zeros(rows, *columns, dtype=layout.dtype, device=layout.device)
     start = 0
-    for piece in pieces:
+    for piece in pieces if std and layout.draw else ():
         whole = whole_weight(piece.name, piece.global_shape, std, layout.seed)
         for dim, offset in enumerate(piece.offsets):
             length = min((piece.rows, *columns)[dim], max(0, whole.shape[dim] - offset))

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megacp.blocks import shard_of
+from megacp.collectives import start_reduce
 from megacp.grid import Grid, Group
 
 # Parameters start at multiples of so many elements: kernels read aligned vectors, and cuBLAS wants aligned biases.
@@ -137,7 +138,7 @@ class GradientBuckets:
 
     def __init__(self, parameters: Iterable[Parameter], grid: Grid, bucket_size: int) -> None:
         self.buckets = list(_buckets(list(parameters), grid, bucket_size))
-        self.overlap = False
+        self.overlap = self.finished = False
         for bucket in self.buckets:
             if bucket.sums is not None:
                 for index, parameter in enumerate(bucket.parameters):
@@ -145,7 +146,7 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """Begin a step."""
-        self.overlap = False
+        self.overlap = self.finished = False
         for bucket in self.buckets:
             bucket.launched = False
             bucket.summed.clear()
@@ -158,7 +159,13 @@ class GradientBuckets:
         self.overlap = True
 
     def finish(self) -> None:
-        """Launch what has not been launched and wait for all; then each bucket's gradients() are the global sums."""
+        """Launch what has not been launched and wait for all; then each bucket's gradients() are the global sums.
+
+        Once a step: further calls do nothing.
+        """
+        if self.finished:
+            return
+        self.finished = True
         for bucket in self.buckets:
             if not bucket.launched:
                 bucket.launch()
@@ -180,39 +187,6 @@ class GradientBuckets:
                 return
             if not following.launched:
                 following.launch()
-
-
-def start_reduce(matrix: Tensor, band: Tensor, group: Group) -> dist.Work | None:
-    """Sum `matrix` over the group so that at least `band`, this rank's rows of it, is right; in the background.
-
-    On gloo the all-reduce of everything is the cheaper one (tools/bench/reduce.py, see there for numbers).
-    """
-    if group.size == 1:
-        return None
-    if dist.get_backend(group.process_group) == "gloo":
-        return dist.all_reduce(matrix, group=group.process_group, async_op=True)
-    return _reduce_scatter(band, matrix, group=group.process_group, async_op=True)
-
-
-def start_gather(matrix: Tensor, group: Group) -> list[dist.Work | None]:
-    """Fill `matrix` with the bands of all ranks (each has its own in place); in the background.
-
-    gloo's all-gather goes through buffers of its own: one broadcast per band takes half its time and no memory.
-    """
-    if group.size == 1:
-        return []
-    bands = matrix.chunk(group.size)
-    if dist.get_backend(group.process_group) != "gloo":
-        return [_all_gather(matrix, bands[group.rank], group=group.process_group, async_op=True)]
-    return [
-        dist.broadcast(band, root, group=group.process_group, async_op=True)
-        for band, root in zip(bands, group.ranks, strict=True)
-    ]
-
-
-# Named anew in torch 2.13, which warns of the old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _buckets(parameters: list[Parameter], grid: Grid, bucket_size: int) -> Iterator[Bucket]:

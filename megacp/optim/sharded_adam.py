@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,19 +18,11 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from megacp.blocks import Block, Shard, row_blocks, shard_of
+from megacp.collectives import start_gather
+from megacp.config import OptimizerConfig
 from megacp.grid import Grid
-from megacp.optim.buckets import Bucket, GradientBuckets, start_gather
+from megacp.optim.buckets import Bucket, GradientBuckets
 from megacp.optim.clip import clip_factor, global_norm
-
-
-class AdamConfig(Protocol):
-    """The fields of OptimizerConfig that are read here."""
-
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    clip_grad: float
-    bucket_size: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class ShardedAdam:
     Parameter objects stay), so build this after the model has its weights, dtype and device.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], config: AdamConfig, grid: Grid) -> None:
+    def __init__(self, parameters: Iterable[Parameter], config: OptimizerConfig, grid: Grid) -> None:
         self.config = config
         self.grid = grid
         self.buckets = GradientBuckets(parameters, grid, config.bucket_size)

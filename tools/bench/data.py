@@ -69,7 +69,7 @@ def measure_reading(documents: int, seq_length: int) -> tuple[float, float]:
     # torch comes with these, and would be in the peak memory of the index.
     from megacp.data.index import SampleIndex
     from megacp.data.loader import Loader, Sampler
-    from megacp.data.pack import Layout
+    from megacp.data.pack import PackLayout
     from megacp.data.pretrain import PretrainDataset
     from megacp.data.tokens import TokenFile, TokenFileWriter
 
@@ -84,7 +84,7 @@ def measure_reading(documents: int, seq_length: int) -> tuple[float, float]:
         count = min(len(dataset), max(64, (1 << 25) // seq_length))
         alone = seconds(lambda: [dataset.row(i) for i in range(count)])
         steps = count // 8
-        loader = Loader(dataset, Sampler(1, 8), Layout(mask_between_documents=True), prefetch=False)
+        loader = Loader(dataset, Sampler(1, 8), PackLayout(mask_between_documents=True), prefetch=False)
         loaded = seconds(lambda: [loader.next_step() for _ in range(steps)])
     return count / alone, steps * 8 / loaded
 
