@@ -106,6 +106,10 @@ def read_index(folder: Path) -> Metadata:
             for offsets, sizes, file, start in tensor["chunks"]:
                 if Path(file).name != file or file not in files:
                     raise ValueError(f"{name} lies in {file}, not a file of the checkpoint")
+                box = list(zip(offsets, sizes, shape, strict=True))
+                end = start + prod(sizes) * dtype.itemsize
+                if any(o < 0 or n < 0 or o + n > whole for o, n, whole in box) or not 0 <= start <= end <= files[file]:
+                    raise ValueError(f"a part of {name} lies outside of it or of {file}")
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 places[MetadataIndex(name, offsets)] = Stored(file, start, tuple(sizes), dtype)
             if sum(prod(chunk.sizes) for chunk in chunks) != shape.numel():

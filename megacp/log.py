@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -102,10 +104,19 @@ class Log:
 
     def say(self, text: str) -> None:
         if self._active:
-            print(text, flush=True)
+            with suppress(OSError):  # the reader of a pipe has gone, or the disk is full: no reason to stop training
+                print(text, flush=True)
 
     def record(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
-        """Numbers of one iteration; `kind` is 'train' or 'valid'."""
+        """Numbers of one iteration; `kind` is 'train', 'valid' or 'test'."""
+        try:
+            self._record(kind, iteration, values)
+        except OSError as error:
+            with suppress(OSError):
+                print(f"warning: logging.run_dir: {error}; no more metrics are written", file=sys.stderr, flush=True)
+            self._forget()
+
+    def _record(self, kind: str, iteration: int, values: Mapping[str, float]) -> None:
         self._write(kind, iteration, values)
         named = {f"{kind}/{key}": value for key, value in values.items()}
         if self._board is not None:
@@ -114,10 +125,16 @@ class Log:
         if self._wandb is not None:
             self._wandb.log(named, step=iteration)
 
-    def close(self) -> None:
+    def _forget(self) -> None:
+        """Leave the files as they are: at the end, or after one could not be written."""
         for place in (self._file, self._board):
-            if place is not None:
-                place.close()
+            with suppress(OSError):
+                if place is not None:
+                    place.close()
+        self._file = self._board = None
+
+    def close(self) -> None:
+        self._forget()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -14,7 +14,7 @@ from megacp.batch import Batch, Sample, shard
 from megacp.collectives import all_reduce
 from megacp.config import Config, ConfigError
 from megacp.data.loader import Loader, PeerCheck, Sampler
-from megacp.data.pack import Layout
+from megacp.data.pack import PackLayout
 from megacp.data.pretrain import Dataset
 from megacp.grid import Grid
 from megacp.log import Work
@@ -59,15 +59,24 @@ class Run:
     schedule: LRConfig
     train_data: Dataset
     valid_data: Dataset | None
+    test_data: Dataset | None
     progress: Progress = field(default_factory=Progress)
 
 
-def build(config: Config, device: torch.device, train_data: Dataset, valid_data: Dataset | None = None) -> Run:
-    """Grid, model and optimizer as they stand before the first step."""
+def build(
+    config: Config,
+    device: torch.device,
+    train_data: Dataset,
+    valid_data: Dataset | None = None,
+    test_data: Dataset | None = None,
+    *,
+    draw: bool = True,
+) -> Run:
+    """Grid, model and optimizer as they stand before the first step; without `draw` the weights are to be loaded."""
     grid = Grid.create(config.parallel)
-    model = GPT(config.model, config.parallel, config.train, grid, str(device))
+    model = GPT(config.model, config.parallel, config.train, grid, str(device), draw=draw)
     optimizer = ShardedAdam(model.parameters(), config.optimizer, grid)
-    return Run(config, grid, device, model, optimizer, lr_schedule(config), train_data, valid_data)
+    return Run(config, grid, device, model, optimizer, lr_schedule(config), train_data, valid_data, test_data)
 
 
 def lr_schedule(config: Config) -> LRConfig:
@@ -94,7 +103,7 @@ def lr_schedule(config: Config) -> LRConfig:
 def make_loader(run: Run, data: Dataset, consumed_samples: int) -> Loader:
     """This rank's microbatches of `data`, padded for the ranks that will share them."""
     config, grid = run.config, run.grid
-    layout = Layout(
+    layout = PackLayout(
         cp=grid.cp.size,
         tp=grid.tp.size,
         sequence_parallel=config.parallel.sequence_parallel,
@@ -137,6 +146,9 @@ def forward_backward(run: Run, loader: Loader) -> tuple[float, float, Work]:
     if torch.is_grad_enabled():
         run.optimizer.buckets.zero()
     totals = pipeline.run(run.model, batches, loss_of(run), run.optimizer.buckets.overlap_next_backward)
+    if torch.is_grad_enabled():
+        # Before the totals: they share the gradients' communicator, and ranks may have buckets left to launch.
+        run.optimizer.buckets.finish()
     # Ranks of one CP group count the same documents, so each takes its share of them.
     tokens = sum(sum(batch.packed.lengths) / batch.cp.size for batch in batches)
     squares = sum(sum(n * n for n in batch.packed.lengths) / batch.cp.size for batch in batches)
@@ -186,12 +198,11 @@ def loss_of(run: Run) -> pipeline.Loss:
     return loss
 
 
-def evaluate(run: Run) -> float:
-    """Loss over the first eval_iters global batches of the validation split: sum over tokens / their number."""
-    assert run.valid_data is not None
+def evaluate(run: Run, data: Dataset) -> float:
+    """Loss over the first eval_iters global batches of `data`: sum over tokens / their number."""
     run.model.eval()
     total = count = 0.0
-    with torch.no_grad(), closing(make_loader(run, run.valid_data, 0)) as loader:
+    with torch.no_grad(), closing(make_loader(run, data, 0)) as loader:
         for _ in range(run.config.train.eval_iters):
             loss, tokens, _ = forward_backward(run, loader)
             total, count = total + loss, count + tokens

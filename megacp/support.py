@@ -27,7 +27,7 @@ def first_problem(config: Any, world_size: int | None, check_files: bool = True)
 
 def _divisors_near(number: int, wanted: int) -> str:
     """The divisors of `number` closest to `wanted`, at most four, in ascending order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    small = [n for n in range(1, min(math.isqrt(number), 100_000) + 1) if number % n == 0]
     divisors = {*small, *(number // n for n in small)}
     return any_of(sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:4]))
 
@@ -177,7 +177,13 @@ def ulysses_splits_heads(config: Any, world_size: int | None) -> Problems:
 
 
 def hybrid_needs_room(config: Any, world_size: int | None) -> Problems:
-    if config.parallel.hybrid_context_parallel and config.parallel.max_seqlen_per_dp_cp_rank is None:
+    hybrid, room = config.parallel.hybrid_context_parallel, config.parallel.max_seqlen_per_dp_cp_rank
+    if room is not None and not hybrid:
+        yield (
+            f"parallel.max_seqlen_per_dp_cp_rank = {room} does nothing without parallel.hybrid_context_parallel: "
+            "leave it out"
+        )
+    if hybrid and room is None:
         yield (
             "parallel.hybrid_context_parallel needs parallel.max_seqlen_per_dp_cp_rank, the tokens one rank "
             f"can hold: set it, e.g. to data.seq_length = {config.data.seq_length}"
@@ -270,21 +276,19 @@ def rope_scaling_stretches(config: Any, world_size: int | None) -> Problems:
     if scaling.type == "llama3" and high <= low:
         yield f"{name}.high_freq_factor = {high:g} must exceed low_freq_factor = {low:g}: use e.g. 4 and 1"
     fast, slow = scaling.beta_fast, scaling.beta_slow
+    base = config.model.rotary_base
+    if scaling.type == "yarn" and base <= 1:
+        yield f"model.rotary_base = {base:g} must exceed 1 with rope_scaling.type yarn: use e.g. 10000"
     if scaling.type == "yarn" and fast <= slow:
         yield f"{name}.beta_fast = {fast:g} must exceed beta_slow = {slow:g}: use e.g. 32 and 1"
 
 
 def learned_positions_reach(config: Any, world_size: int | None) -> Problems:
     rows, length = config.model.max_position_embeddings, config.data.seq_length
-    # A document may fill the sample, and its padding has positions too.
-    multiple = 2 * config.parallel.context_parallel_size
-    needed = -(-length // multiple) * multiple
-    if config.model.position_embedding_type == "learned_absolute" and (rows is None or rows < needed):
-        padded = "" if needed == length else f", padded to 2*cp = {multiple}"
-        fitting = rows // multiple * multiple if rows else 0
+    if config.model.position_embedding_type == "learned_absolute" and (rows is None or rows < length):
         yield (
-            f"model.max_position_embeddings = {rows} must reach data.seq_length = {length}{padded}, as positions are "
-            f"learned_absolute: use {needed} or more" + (f", or seq_length {fitting}" if fitting else "")
+            f"model.max_position_embeddings = {rows} must reach data.seq_length = {length}, as positions are "
+            f"learned_absolute: use {length} or more" + (f", or seq_length {rows}" if rows else "")
         )
 
 
@@ -327,6 +331,17 @@ def schedule_fits(config: Any, world_size: int | None) -> Problems:
         yield (
             f"optimizer.lr_wsd_decay_iters = {final}: WSD decays within the {decay - warmup} iterations from "
             f"lr_warmup_iters = {warmup} to {source} = {decay}: use 1 to {decay - warmup}"
+        )
+
+
+def wsd_decay_has_its_style(config: Any, world_size: int | None) -> Problems:
+    o = config.optimizer
+    given = {"lr_wsd_decay_iters": o.lr_wsd_decay_iters is not None}
+    given["lr_wsd_decay_style"] = "lr_wsd_decay_style" in o.model_fields_set
+    for name in [name for name, is_set in given.items() if is_set and o.lr_decay_style != "WSD"]:
+        yield (
+            f"optimizer.{name} = {getattr(o, name)} does nothing with optimizer.lr_decay_style {o.lr_decay_style}: "
+            "set that to WSD, or leave it out"
         )
 
 
@@ -381,6 +396,24 @@ def saving_has_a_folder(config: Any, world_size: int | None) -> Problems:
             yield f"{name} = {value:g} needs a folder to save to: set checkpoint.save, or leave {name} out"
 
 
+def finetuning_has_weights(config: Any, world_size: int | None) -> Problems:
+    c = config.checkpoint
+    if c.finetune and (c.load is None or c.load == c.save):
+        yield (
+            f"checkpoint.finetune needs checkpoint.load, the checkpoint whose weights to take, not {c.load}: set it "
+            "to another folder than checkpoint.save, or set finetune to false"
+        )
+
+
+def wandb_has_a_project(config: Any, world_size: int | None) -> Problems:
+    c = config.logging
+    given = {"wandb_exp_name": c.wandb_exp_name is not None, "wandb_mode": "wandb_mode" in c.model_fields_set}
+    for name in [name for name, is_set in given.items() if is_set and c.wandb_project is None]:
+        yield (
+            f"logging.{name} = {getattr(c, name)} does nothing without logging.wandb_project: set that, or leave it out"
+        )
+
+
 # --- not built yet; rows go as features come
 
 
@@ -428,8 +461,11 @@ RULES: tuple[Rule, ...] = (
     device_fits,
     learning_rates_are_ordered,
     schedule_fits,
+    wsd_decay_has_its_style,
     weight_decay_rises_as_told,
     recompute_is_consistent,
     saving_has_a_folder,
+    finetuning_has_weights,
+    wandb_has_a_project,
     *DATA_RULES,
 )

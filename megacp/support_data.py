@@ -81,6 +81,8 @@ def blends_are_well_formed(config: Any, world_size: int | None) -> Problems:
             yield f"{name} = {blend}: {len(weights)} weights, {len(prefixes)} prefixes, not in pairs; {form}"
         elif any(not 0 < weight < math.inf for weight in weights):
             yield f"{name}: weight {min(weights):g} must be above 0: raise it, or leave its prefix out"
+        elif sum(weights) == math.inf:
+            yield f"{name}: the weights have no finite sum: use shares, e.g. [0.7, a, 0.3, b]"
 
 
 def split_is_shares(config: Any, world_size: int | None) -> Problems:
@@ -149,13 +151,15 @@ def token_dtype_holds_vocabulary(config: Any, world_size: int | None) -> Problem
 
 
 def named_files_exist(config: Any, world_size: int | None) -> Problems:
-    tokenizer, load = config.data.tokenizer_model, config.checkpoint.load
+    tokenizer, load, save = config.data.tokenizer_model, config.checkpoint.load, config.checkpoint.save
     if tokenizer is not None and not Path(tokenizer).exists():
         folder = Path(tokenizer).parent
         near = _closest(Path(tokenizer), itertools.islice(folder.glob("*"), 1000))
         yield f"data.tokenizer_model: {tokenizer} does not exist; {near or f'look into {folder}'}"
-    # A job that resumes from its own folder starts before that folder exists.
-    if load is not None and load != config.checkpoint.save and not Path(load).is_dir():
+    # A job that resumes from its own folder starts before that folder exists. One that has rolled back to a checkpoint
+    # there goes on after keep_last has removed it.
+    own = load is not None and save is not None and Path(load).resolve().is_relative_to(Path(save).resolve())
+    if load is not None and not own and not Path(load).is_dir():
         yield f"checkpoint.load: there is no folder {load}; leave it out to resume from checkpoint.save"
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -26,7 +26,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,44 +33,20 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megacp import checkpoint, log
+from megacp import log, support
 from megacp.blocks import shard_of
 from megacp.collectives import all_reduce
-from megacp.config import Config, ConfigError, ModelConfig, load_config
-from megacp.data.pretrain import Dataset, build_datasets
+from megacp.config import Config, ConfigError, load_config
+from megacp.data.pretrain import Dataset, build_datasets, parse_split
 from megacp.data.tokenizer import build_tokenizer
 from megacp.grid import Grid, world_map
+from megacp.start import agree, find_start, resume, save
 from megacp.step import Progress, Run, Step, build, evaluate, make_loader, train_step
 
 MISTAKE = 2
 INTERRUPTED = 130
 # Seconds in which torchrun ends the other ranks once rank 0 has told a mistake.
 PATIENCE = 5.0
-# What gives the weights of a checkpoint their meaning; the rest of a model's configuration may change on resume.
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "kv_heads",
-    "head_dim",
-    "ffn_size",
-    "vocab_size",
-    "position_embedding_type",
-    "normalization",
-    "qk_layernorm",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: a checkpoint's folder, None for the very beginning, and the progress it holds."""
-
-    folder: Path | None = None
-    progress: Progress = field(default_factory=Progress)
 
 
 # --- before any process group
@@ -79,9 +54,11 @@ class Start:
 
 def main(arguments: Sequence[str]) -> int:
     """Train as the command line says; the exit code."""
+    end_with_torchrun()
     started, rank = time.monotonic(), from_torchrun("RANK", 0)
     if rank > 0:
         warnings.simplefilter("ignore")  # rank 0 gives the same ones
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         config = load_config(*parse(arguments), from_torchrun("WORLD_SIZE", 1))
         run_job(config, rank, started)
@@ -129,14 +106,31 @@ def run_job(config: Config, rank: int, started: float) -> None:
     start = find_start(config)
     done, wanted = start.progress.iteration, config.train.train_iters
     if done >= wanted:
+        with process_group(config, device):
+            agree(start)
         if rank == 0:
             print(f"nothing to do: {start.folder} has done {done} iterations, train.train_iters = {wanted}")
         return
+    allow_many_files()
     datasets = read_data(config, start.progress)
     with closing(open_log(config, done, rank)) as writer, process_group(config, device):
-        run = build(config, device, *datasets)
+        agree(start)
+        run = build(config, device, *datasets, draw=start.folder is None)
         resume(run, start, writer)
         train(run, writer, started)
+
+
+def allow_many_files() -> None:
+    """Each source of a blend holds five files open; the soft limit is often 1024."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def end_with_torchrun() -> None:
+    """Where torchrun dies (SIGKILL, SIGUSR1), its processes get SIGTERM: none trains on alone (Linux)."""
+    prctl, pr_set_pdeathsig = getattr(ctypes.CDLL(None), "prctl", None), 1
+    if prctl is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def choose_device(config: Config) -> torch.device:
@@ -151,6 +145,8 @@ def choose_device(config: Config) -> torch.device:
     processes, devices = from_torchrun("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if processes > devices:
         raise ConfigError(f"{processes} processes on a machine with {devices} CUDA devices: start one per device")
+    for problem in support.cuda_problems(config):
+        raise ConfigError(problem)
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     return device
@@ -172,57 +168,38 @@ def check_tokenizer(config: Config) -> None:
         )
 
 
-def find_start(config: Config) -> Start:
-    """The checkpoint to go on from.
-
-    A run that was stopped goes on from `checkpoint.save`. Only where that holds nothing it begins at `checkpoint.load`,
-    so the same command can be started again and again. A checkpoint inside `save` that `load` names is a wish to roll
-    back, and comes first. ConfigError where there is none, none whole, or one of another model.
-    """
-    c = config.checkpoint
-    rolls_back = c.load and c.save and Path(c.save).resolve() in Path(c.load).resolve().parents
-    places = {"load": c.load} if rolls_back else {"save": c.save, "load": c.load}
-    for key, place in places.items():
-        if place is None:
-            continue
-        try:
-            return read_start(place, config.model)
-        except FileNotFoundError as error:
-            if key == "load" and c.load != c.save:
-                raise ConfigError(f"checkpoint.load: {error}") from None
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"checkpoint.{key}: {error}") from None
-    return Start()
-
-
-def read_start(place: str, model: ModelConfig) -> Start:
-    """The checkpoint in `place`; ValueError if it is not one of `model`."""
-    folder = checkpoint.find(place)
-    meta = checkpoint.read_meta(folder)
-    try:
-        progress, saved = Progress(**meta["progress"]), ModelConfig.model_validate(meta["config"]["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} was not saved by this trainer ({error!r})") from None
-    learned = model.position_embedding_type == "learned_absolute"
-    for name in (*ARCHITECTURE, *(["max_position_embeddings"] if learned else [])):
-        theirs, ours = getattr(saved, name), getattr(model, name)
-        if theirs != ours:
-            raise ValueError(f"{folder} is of another model: {name} is {theirs} there, {ours} in the configuration")
-    return Start(folder, progress)
-
-
-def read_data(config: Config, progress: Progress | None = None) -> tuple[Dataset, Dataset | None]:
-    """Training and validation samples of the whole run; validation takes the same ones every time."""
+def read_data(config: Config, progress: Progress | None = None) -> tuple[Dataset, Dataset | None, Dataset | None]:
+    """Training, validation and test samples of the whole run; evaluation takes the same ones every time."""
     t, done = config.train, progress or Progress()
     # What was consumed may have come in global batches of another size.
     train_size = done.consumed_samples + (t.train_iters - done.iteration) * t.global_batch_size
     valid_size = t.eval_iters * t.global_batch_size if t.eval_interval else 0
     try:
         train_data, valid_data, _ = build_datasets(config.data, (train_size, valid_size, 0), t.seed)
+        assert train_data is not None
+        return train_data, valid_data, read_test_data(config)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
-    assert train_data is not None
-    return train_data, valid_data
+    except (MemoryError, OverflowError):
+        raise ConfigError(
+            f"the order of {train_size} training samples of {config.data.seq_length} tokens (train.train_iters = "
+            f"{t.train_iters}, train.global_batch_size = {t.global_batch_size}) does not fit into memory: use fewer"
+        ) from None
+
+
+def read_test_data(config: Config) -> Dataset | None:
+    """Samples of the evaluation at the end, if there is one. A share of data.split may turn out to hold nothing."""
+    data, size = config.data, config.train.eval_iters * config.train.global_batch_size
+    shared = data.data_path is not None and parse_split(data.split)[2] is not None
+    if not size or not (shared or data.test_data_path):
+        return None
+    try:
+        return build_datasets(data, (0, 0, size), config.train.seed)[2]
+    except ValueError as error:
+        if not shared:
+            raise
+        warnings.warn(f"no evaluation on test data at the end: {error}", stacklevel=2)
+        return None
 
 
 def open_log(config: Config, iteration: int, rank: int) -> log.Log:
@@ -285,7 +262,10 @@ def keep_freed_memory() -> None:
 
 
 def train(run: Run, writer: log.Log, started: float) -> None:
-    """Steps until train_iters or a reason to stop; saves at the end. `started`: when exit_duration_in_mins began."""
+    """Steps until train_iters or a reason to stop; saves at the end, then evaluates on test data if all is done.
+
+    `started`: when exit_duration_in_mins began.
+    """
     t, progress = run.config.train, run.progress
     writer.say(opening(run))
     meter = log.Meter(run.config, run.grid.world_size)
@@ -293,22 +273,27 @@ def train(run: Run, writer: log.Log, started: float) -> None:
     with closing(make_loader(run, run.train_data, progress.consumed_samples)) as loader:
         while progress.iteration < t.train_iters:
             step = train_step(run, loader)
+            last = progress.iteration == t.train_iters
             meter.add(step.work)
             if due(run, run.config.logging.log_interval):
                 report(run, step, meter, writer)
             check_nonfinite(run, step)
             reason = asked_to_stop(run, stop, started)
-            if reason is None and due(run, t.eval_interval):
-                report_evaluation(run, writer)
+            if reason is None and run.valid_data is not None and due(run, t.eval_interval):
+                report_evaluation(run, writer, "valid", run.valid_data)
                 meter.restart()
-            if reason is None and due(run, t.exit_interval):
+            if reason is None and not last and due(run, t.exit_interval):
                 reason = f"train.exit_interval = {t.exit_interval}"
-            if reason or progress.iteration == t.train_iters or due(run, run.config.checkpoint.save_interval):
+            # Weights that went bad must not push whole checkpoints out of keep_last.
+            due_and_whole = due(run, run.config.checkpoint.save_interval) and not progress.nonfinite_in_a_row
+            if reason or last or due_and_whole:
                 save(run, writer)
                 meter.restart()
             if reason:
                 writer.say(f"stopping after iteration {progress.iteration}: {reason}")
                 return
+    if run.test_data is not None:
+        report_evaluation(run, writer, "test", run.test_data)
 
 
 def due(run: Run, interval: int | None) -> bool:
@@ -356,7 +341,7 @@ def report(run: Run, step: Step, meter: log.Meter, writer: log.Log) -> None:
 
 def check_nonfinite(run: Run, step: Step) -> None:
     """FloatingPointError, on all ranks, once too many steps in a row had a loss or gradient that is not finite."""
-    limit = run.config.train.max_consecutive_nonfinite
+    limit = min(run.config.train.max_consecutive_nonfinite, run.config.train.train_iters)
     if run.progress.nonfinite_in_a_row >= limit:
         raise FloatingPointError(
             f"loss or gradient was not finite in {limit} steps in a row, up to iteration {run.progress.iteration} "
@@ -394,55 +379,9 @@ def asked_to_stop(run: Run, stop: Stop, started: float) -> str | None:
     return f"train.exit_duration_in_mins = {limit} has passed" if late else None
 
 
-def report_evaluation(run: Run, writer: log.Log) -> None:
-    loss, iteration = evaluate(run), run.progress.iteration
+def report_evaluation(run: Run, writer: log.Log, kind: str, data: Dataset) -> None:
+    loss, iteration = evaluate(run, data), run.progress.iteration
     ppl = math.exp(min(loss, 20.0))
-    writer.record("valid", iteration, {"lm_loss": loss, "ppl": ppl})
-    writer.say(f"validation at iteration {iteration} | lm loss: {loss:.6f} | ppl: {ppl:.3f}")
-
-
-# --- checkpoints
-
-
-def save(run: Run, writer: log.Log) -> None:
-    """A checkpoint of all ranks, where checkpoint.save says so; ConfigError where it cannot be written."""
-    c, iteration = run.config.checkpoint, run.progress.iteration
-    if c.save is None:
-        return
-    meta = {
-        "progress": asdict(run.progress),
-        "optimizer": run.optimizer.state(),
-        "config": run.config.model_dump(),
-        "sample_order": sample_order(run.train_data),
-    }
-    try:
-        folder = checkpoint.save(c.save, iteration, run.optimizer.blocks(), meta, keep_last=c.keep_last)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"checkpoint.save: iteration {iteration} was not saved: {error}") from error
-    writer.say(f"saved {folder}")
-
-
-def resume(run: Run, start: Start, writer: log.Log) -> None:
-    """Weights, moments and progress of the checkpoint in `start`, on any layout."""
-    if start.folder is None:
-        return
-    try:
-        meta = checkpoint.load(start.folder, run.optimizer.blocks())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{start.folder} cannot be resumed from: {error}") from error
-    run.progress = Progress(**meta["progress"])
-    if run.progress != start.progress:
-        raise ConfigError(f"rank 0 resumes from {run.progress}, this one from {start}: do all see the same folder?")
-    run.optimizer.load_state(meta["optimizer"])
-    run.optimizer.sync_parameters()
-    writer.say(f"resuming from {start.folder} at iteration {run.progress.iteration}")
-    if meta["sample_order"] != sample_order(run.train_data):
-        writer.say("warning: the samples have another order than before the checkpoint, some may come again")
-
-
-def sample_order(data: Dataset) -> str:
-    """A hash of the first samples. Seed, files and split change it; train_iters where it changes the epochs."""
-    digest = hashlib.sha256()
-    for i in range(min(8, len(data))):
-        digest.update(data.row(i).tokens.tobytes())
-    return digest.hexdigest()[:16]
+    writer.record(kind, iteration, {"lm_loss": loss, "ppl": ppl})
+    name = "validation" if kind == "valid" else kind
+    writer.say(f"{name} at iteration {iteration} | lm loss: {loss:.6f} | ppl: {ppl:.3f}")

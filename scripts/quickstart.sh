@@ -7,6 +7,10 @@
 # Steps that are done are not done again; an interrupted training goes on from its last checkpoint.
 #   QUICKSTART_ITERS   train so many iterations, in a run of its own (runs/quickstart-N), to try the script itself
 set -euo pipefail
+if ! [[ ${QUICKSTART_ITERS:-2} =~ ^([2-9]|[1-9][0-9]{1,8})$ ]] || (($# > 0)); then
+    echo "usage: [QUICKSTART_ITERS=N] scripts/quickstart.sh, with a whole N of 2 or more and no arguments" >&2
+    exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 data=data/quickstart
@@ -35,10 +39,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 in_config() { python -c "import sys, yaml; print(yaml.safe_load(open('$config'))[sys.argv[1]][sys.argv[2]])" "$@"; }
 iterations=${QUICKSTART_ITERS:-$(in_config train train_iters)}
-if ! ((iterations >= 2)); then
-    echo "QUICKSTART_ITERS must be 2 or more, not $iterations" >&2
-    exit 1
-fi
 # The first part ends here, saves and exits; the second resumes.
 pause=$((iterations - (iterations + 3) / 4))
 settings=("logging.run_dir=$run" "checkpoint.save=$run/checkpoints" "train.train_iters=$iterations")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -320,6 +321,18 @@ def point_outside(folder: Path) -> None:
     (folder / "index.json").write_text(text.replace("rank_00000", "../../rank_00000"))
 
 
+def chunk_at(offsets: list[int], sizes: list[int], shift: int = 0) -> Callable[[Path], None]:
+    """Says that the one block of `weight` lies elsewhere, with as many elements as before."""
+
+    def harm(folder: Path) -> None:
+        index = json.loads((folder / "index.json").read_text())
+        ((_, _, file, start),) = index["tensors"]["weight"]["chunks"]
+        index["tensors"]["weight"]["chunks"] = [[offsets, sizes, file, start + shift]]
+        (folder / "index.json").write_text(json.dumps(index))
+
+    return harm
+
+
 def other_format(folder: Path) -> None:
     (folder / "index.json").write_text('{"weight_map": {}}')
 
@@ -333,6 +346,15 @@ def other_format(folder: Path) -> None:
         (lose_chunk, "parts of weight are missing"),
         (point_outside, "weight lies in ../../rank_00000.safetensors, not a file of the checkpoint"),
         (other_format, "index.json cannot be read"),
+        (chunk_at([-1, 0], [4, 2]), "a part of weight lies outside of it or of rank_00000.safetensors"),
+        (chunk_at([1, 0], [4, 2]), "a part of weight lies outside of it"),
+        (chunk_at([2**62, 0], [4, 2]), "a part of weight lies outside of it"),
+        (chunk_at([0, 0], [8, 1]), "a part of weight lies outside of it"),
+        (chunk_at([0, 0], [-4, -2]), "a part of weight lies outside of it"),
+        (chunk_at([0], [8]), "index.json cannot be read"),
+        (chunk_at([0, 0], [4, 2], -(2**20)), "a part of weight lies outside of it or of rank_00000.safetensors"),
+        (chunk_at([0, 0], [4, 2], 1), "a part of weight lies outside of it or of rank_00000.safetensors"),
+        (chunk_at([0, 0], [4, 2], 2**62), "a part of weight lies outside of it or of rank_00000.safetensors"),
     ],
 )
 def test_a_broken_checkpoint_is_passed_over(tmp_path: Path, harm, reason: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +95,7 @@ def test_wrong_data(mistake: Callable[..., str], config: Path, tmp_path: Path) -
     prefix = write_data(tmp_path, documents=3)
     evaluation = ["train.eval_interval=1", "train.eval_iters=1", "data.split=99,1"]
     assert "leaves valid none of the 3" in mistake(config, f"data.data_path={prefix}", *evaluation)
+    assert "does not fit into memory" in mistake(config, "train.train_iters=1000000000000000")
     whole = Path(f"{prefix}.bin").read_bytes()
     Path(f"{prefix}.bin").write_bytes(whole[:-2])
     assert f"{prefix}.bin" in mistake(config, f"data.data_path={prefix}")
@@ -120,6 +123,17 @@ def test_wrong_checkpoints(mistake: Callable[..., str], config: Path, saved: Pat
             assert f"checkpoint.{key}: " in line and str(folder) in line
 
 
+def test_edited_checkpoints(mistake: Callable[..., str], config: Path, saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    index = next(copy.glob("iter_*")) / "index.json"
+    whole = json.loads(index.read_text())
+    for key, value in (("iteration", "4"), ("iteration", -5), ("consumed_samples", 3.5), ("skipped", None)):
+        progress = {**whole["meta"]["progress"], key: value}
+        index.write_text(json.dumps({**whole, "meta": {**whole["meta"], "progress": progress}}))
+        assert "was not saved by this trainer" in mistake(config, f"checkpoint.load={copy}")
+
+
 def test_nowhere_to_write(mistake: Callable[..., str], config: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -129,13 +143,17 @@ def test_nowhere_to_write(mistake: Callable[..., str], config: Path, tmp_path: P
 
 def test_wrong_devices(mistake: Callable[..., str], config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "has no CUDA device" in mistake(config, "train.device=cuda")
+    fitting = ["train.params_dtype=bfloat16", "model.kv_channels=16"]
+    assert "has no CUDA device" in mistake(config, "train.device=cuda", *fitting)
     nccl = ["train.device=auto", "parallel.distributed_backend=nccl"]
     assert "use gloo or auto" in mistake(config, *nccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert "2 processes on a machine with 1 CUDA devices" in mistake(config, "train.device=auto")
+    assert "2 processes on a machine with 1 CUDA devices" in mistake(config, "train.device=auto", *fitting)
+    # Known only once there is a GPU.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert "flash attention takes bfloat16" in mistake(config, "train.device=auto")
 
 
 def test_configuration_is_read_in_under_a_second(config: Path) -> None:
@@ -255,6 +273,13 @@ def test_signals_under_torchrun(config: Path, tmp_path: Path) -> None:
     assert newest(tmp_path) > done + 1
     assert out.endswith(f"stopping after iteration {newest(tmp_path)}: received SIGTERM\n")
     assert list(records(tmp_path)) == list(range(1, newest(tmp_path) + 1))
+    done = newest(tmp_path)
+    with started(*arguments, ranks=2) as process:
+        wait_for(process, tmp_path, done + 2)
+        orphans = children(process.pid)
+        process.kill()
+        process.communicate(timeout=60)
+    assert len(orphans) == 2 and newest(tmp_path) > done + 1
 
 
 def test_mistake_under_torchrun_is_told_once(config: Path) -> None:
@@ -266,6 +291,26 @@ def test_mistake_under_torchrun_is_told_once(config: Path) -> None:
         "or set parallel.context_parallel_size to 1 or 2"
     ]
     assert "exitcode  : 2" in err
+
+
+def test_nothing_to_do_under_torchrun(config: Path, saved: Path, tmp_path: Path) -> None:
+    """Exit code 0; but where one rank sees no checkpoint, one line and 1, at once."""
+    done = ["train.train_iters=2", "optimizer.lr_warmup_iters=0", "train.num_threads=1"]
+    with started(SCRIPT, config, f"checkpoint.save={saved}", *done, ranks=2) as process:
+        out, err = process.communicate(timeout=90)
+    assert (process.returncode, out.count("nothing to do")) == (0, 1), err
+    script = tmp_path / "own_disk.py"
+    script.write_text(
+        "import os, sys\n"
+        "from megacp import train\n"
+        f"folder = ('{saved}', '{tmp_path}/own')[int(os.environ['RANK'])]\n"
+        "sys.exit(train.main([*sys.argv[1:], f'checkpoint.save={folder}']))\n"
+    )
+    with started(script, config, *done, ranks=2) as process:
+        _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if line.startswith("error")]
+    assert f"ranks [0] at {saved}/iter_0000002 (iteration 2); ranks [1] at the very beginning" in line
 
 
 def test_a_bug_on_one_rank_ends_all(config: Path, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from megacp.config import Config, ConfigError, ModelConfig, load_config
 
@@ -85,7 +87,9 @@ def test_override_below_a_value(path: Path) -> None:
 
 
 def test_override_that_is_not_yaml(path: Path) -> None:
-    assert "'data.data_path=[a': the value is not valid YAML" in refusal(path, "data.data_path=[a")
+    for value in ("[a", "!!bool maybe", "!!timestamp x", '!!int ""', "2020-13-45"):
+        assert f"'train.seed={value}': the value is not valid YAML" in refusal(path, f"train.seed={value}")
+    assert "the value is not valid YAML" in refusal(path, f"train.seed={'[' * 5000}")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_override_that_is_not_yaml(path: Path) -> None:
         ("model.rope_scaling.fctor=4", "did you mean model.rope_scaling.factor?"),
         ("modl.num_layers=4", "unknown key modl; did you mean model?"),
         ("foo.bar=4", "unknown key foo; the parts are model, parallel, data, optimizer, train, checkpoint, logging"),
-        ("checkpoint.qqq=4", "unknown key checkpoint.qqq; there are save, load, save_interval, keep_last"),
+        ("checkpoint.qqq=4", "unknown key checkpoint.qqq; there are save, load, finetune, save_interval, keep_last"),
     ],
 )
 def test_unknown_key(path: Path, override: str, expected: str) -> None:
@@ -127,11 +131,80 @@ def test_key_outside_its_part(path: Path) -> None:
         ("data.data_path=5", "data.data_path = 5: must be a valid string or must be a valid list"),
         ("data.data_path=[true, a]", "data.data_path = [True, 'a']: must be a valid string or must be a valid number"),
         ("parallel.hierarchical_context_parallel_sizes=[2, 0]", "must be greater than 0"),
+        ("parallel.distributed_timeout_minutes=1e9", "must be less than or equal to 525600"),
+        ("parallel.distributed_timeout_minutes=1e-9", "must be greater than or equal to 0.01"),
+        ("train.num_threads=5000", "train.num_threads = 5000: must be less than or equal to 4096"),
+        ("train.seed=4294967296", "train.seed = 4294967296: must be less than 4294967296"),
+        ("model.rope_scaling.mscale=-1", "model.rope_scaling.mscale = -1: must be greater than or equal to 0"),
         ("model.rope_scaling=yarn", "model.rope_scaling = 'yarn': must be a valid dictionary"),
     ],
 )
 def test_wrong_type(path: Path, override: str, expected: str) -> None:
     assert expected in refusal(path, override)
+
+
+def every_number() -> list[str]:
+    """Dotted names of the fields that take a number."""
+    numbers, keys = (int, float), []
+
+    def look(part: type[BaseModel], prefix: str) -> None:
+        for name, field in part.model_fields.items():
+            kinds = [field.annotation, *get_args(field.annotation)]
+            nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+            if nested:
+                look(nested[0], f"{prefix}{name}.")
+            elif any(kind in numbers or get_args(kind)[:1] in [(n,) for n in numbers] for kind in kinds):
+                keys.append(prefix + name)
+
+    look(Config, "")
+    return keys
+
+
+@pytest.mark.parametrize("key", every_number())
+def test_huge_numbers_are_answered_at_once(path: Path, key: str) -> None:
+    """Taken, or refused in one line: never a traceback, never a search that has no end."""
+    for number in ("9" * 20, "9" * 400, "9" * 5000, str(2**50), str(2**63 - 1), "1e308", "1e400", "-1e308", "1e-320"):
+        begin = time.process_time()
+        try:
+            load(path, f"{key}={number}")
+        except ConfigError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500
+        assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.hidden_size={}"],
+        ["model.num_attention_heads={}", "model.kv_channels=8", "model.num_query_groups=3"],
+    ],
+)
+def test_nearest_divisors_of_a_large_number_are_found_at_once(path: Path, overrides: list[str]) -> None:
+    """Not by trying up to its root: this is the last prime below 2^50."""
+    begin = time.process_time()
+    message = refusal(path, *(override.format(1_125_899_906_842_597) for override in overrides))
+    assert "use 1 or 1125899906842597" in message or "or 1 or 1125899906842597 heads" in message
+    assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize("number", ["0100", "00", "-010", "1:30", "1:30.5", "0b11", "0o17", "1_000:10", "0x", "0xg"])
+def test_what_only_yaml_reads_as_a_number_is_text(path: Path, number: str) -> None:
+    """0100 would be 64, 1:30 would be 90."""
+    refused = f"train.train_iters = {number!r}: must be a valid integer"
+    assert refused in refusal(path, f"train.train_iters={number}")
+    path.write_text(RIGHT.replace("train_iters: 10", f"train_iters: {number}"))
+    assert refused in refusal(path)
+    assert f"optimizer.lr = {number!r}: must be a valid number" in refusal(
+        path, "train.train_iters=1", f"optimizer.lr={number}"
+    )
+    assert load(path, "train.train_iters=1", f"checkpoint.save={number}").checkpoint.save == number
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [("0", 0), ("-0", 0), ("100", 100), ("+7", 7), ("1_000", 1000), ("0x1F", 31)]
+)
+def test_every_spelling_of_an_integer(path: Path, number: str, value: int) -> None:
+    assert load(path, f"train.seed={number}").train.seed == value
 
 
 def test_long_values_are_cut(path: Path) -> None:
@@ -166,6 +239,15 @@ def test_empty_part_is_a_part_of_defaults(path: Path) -> None:
         ("a: !!python/object:os.system x\n", "is not valid YAML"),
         ("a: \x00\n", "is not valid YAML"),
         ("{[a]: 1}", "is not valid YAML"),
+        ("a: !!bool maybe\n", "is not valid YAML"),
+        ("a: !!timestamp x\n", "is not valid YAML"),
+        ('a: !!int ""\n', "is not valid YAML"),
+        ("a: !!int x\n", "is not valid YAML"),
+        ('a: !!float ""\n', "is not valid YAML"),
+        ("a: !!binary é\n", "is not valid YAML"),
+        ("a: !!set [1]\n", "is not valid YAML"),
+        ("[" * 5000, "is not valid YAML"),
+        ("{a: " * 5000, "is not valid YAML"),
         ("", "is empty; it must hold the parts model, parallel"),
         ("- model\n", "must hold the parts model, parallel, data, optimizer, train, checkpoint, logging, not a list"),
         ("1: 2\n", "unknown key 1; the parts are model, parallel"),
@@ -191,6 +273,18 @@ def test_unreadable_file(path: Path) -> None:
     assert "cannot be read" in refusal(path.parent)
     path.write_bytes(b"\xff\xfe\xfa")
     assert "cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "key", ["data.data_path", "data.tokenizer_model", "data.data_cache_path", "checkpoint.load", "checkpoint.save"]
+)
+@pytest.mark.parametrize("name", ["x" * 300, "y/" * 3000], ids=["name", "path"])
+def test_a_path_too_long_is_refused(path: Path, key: str, name: str) -> None:
+    """Or taken, where nothing has to be there yet."""
+    try:
+        load_config(path, [f"{key}={name}"], 1)
+    except ConfigError as error:
+        assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("number", ["3e-4", "3E-4", "3.e-4", "3.0e-4", "0.3e-3", ".3e-3", "+3e-4", "0.0003", "30_0e-6"])

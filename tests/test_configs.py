@@ -67,17 +67,17 @@ NAMES = {"config", "scaling"}
 def reads() -> set[tuple[str, str]]:
     """(owner, attribute) of every attribute read in megacp/; owner is the last name before the dot.
 
-    support.py is left out: asking whether a value is allowed does nothing with it. Properties in config.py read
+    support*.py are left out: asking whether a value is allowed does nothing with it. Properties in parts.py read
     their own part as `self`.
     """
     found: set[tuple[str, str]] = set()
     for path in (ROOT / "megacp").rglob("*.py"):
-        if path.name == "support.py":
+        if path.name.startswith("support"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = last_name(node.value)
-                found.add(("config" if owner == "self" and path.name == "config.py" else owner, node.attr))
+                found.add(("config" if owner == "self" and path.name == "parts.py" else owner, node.attr))
     return found
 
 

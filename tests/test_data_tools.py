@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -269,6 +270,37 @@ def test_inspecting_finds_damage(tmp_path):
     prefix = write_pair(tmp_path / "pair", [[1, 2, 300]])
     out, _ = run("inspect_data", prefix, "--check", "--tokenizer-type", "ByteLevelTokenizer", code=1)
     assert out.splitlines()[-1] == f"{prefix}.bin: token 2 is 300, not an id of a vocabulary of 257"
+
+
+# What opening a pair of documents of 2, 1 and 3 tokens does not see: format, place in the .idx, values.
+DAMAGE = {
+    "negative length": ("<i", 34, -1),
+    "long length": ("<i", 34, 2**30),
+    "pointer far outside": ("<q", 34 + 12 + 8, 2**40),
+    "negative pointer": ("<q", 34 + 12 + 8, -4),
+    "pointer into another": ("<q", 34 + 12 + 8, 0),
+    "document outside": ("<q", 34 + 36 + 8, 9),
+    "negative document": ("<q", 34 + 36 + 8, -1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_index_is_named(refusal, tool, monkeypatch, capsys, tmp_path, damage):
+    """Merging refuses it and leaves nothing, --check says what it is; neither ends in a traceback."""
+    whole, harmed = write_pair(tmp_path / "whole", [[1]]), write_pair(tmp_path / "harmed", [[1, 2], [3], [4, 5, 6]])
+    index = Path(f"{harmed}.idx")
+    content = bytearray(index.read_bytes())
+    form, at, value = DAMAGE[damage]
+    struct.pack_into(form, content, at, value)
+    index.write_bytes(content)
+    message = refusal("merge_data", "--input", whole, harmed, "--output-prefix", tmp_path / "merged" / "out")
+    assert f"{index}: " in message
+    assert not list(tmp_path.glob("merged/*"))
+    module = tool("inspect_data")
+    monkeypatch.setattr(sys, "argv", ["inspect_data.py", str(harmed), "--check"])
+    assert module.main() == 1
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{index}: ") and not said.err
 
 
 def most_by_hand(lengths: list[int], window: int) -> int:

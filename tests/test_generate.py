@@ -87,6 +87,34 @@ def test_command_line(checkpoints: Path, config: Path, tmp_path: Path, capsys: p
     assert capsys.readouterr().err == f"error: no checkpoint in {tmp_path}\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--device", "nonsense"],
+        ["--device", "cuda:99"],
+        ["--device", "mps"],
+        ["--device", ""],
+        ["--temperature", "1e-300"],
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--temperature", "inf"],
+        ["--temperature", "warm"],
+        ["--tokens", "-5"],
+        ["--tokens", "1.5"],
+        ["--seed", "9" * 30],
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments(checkpoints: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on stderr, exit code 2."""
+    try:
+        code = generate.main([str(checkpoints), "--device", "cpu", "--tokens", "2", *arguments])
+    except SystemExit as exit:
+        code = exit.code
+    said = capsys.readouterr()
+    assert code == 2 and not said.out and said.err.count("\n") == 1 and said.err.strip()
+
+
 def test_learned_positions_are_not_run_past(config: Path, tmp_path: Path) -> None:
     job(config, [*keeps(tmp_path), *GPT2, "train.exit_interval=1", "train.params_dtype=bfloat16"])
     assert generate.main([str(tmp_path / "checkpoints"), "--device", "cpu", "--prompt", "x" * 63, "--tokens", "4"]) == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from megacp.batch import Batch, Sample, shard
 from megacp.blocks import row_blocks, shard_of
 from megacp.config import ModelConfig, ParallelConfig, RopeScaling, TrainConfig
+from megacp.data.pack import PackLayout, Row, pack
 from megacp.grid import Grid
 from megacp.loss import linear_cross_entropy
 from megacp.model.gpt import GPT
@@ -225,6 +227,33 @@ def test_tensor_parallel_ranks_equal_a_plain_model(ranks: int, sequence_parallel
     """Hidden states, logits, loss, and gradients: those of q and k norms are sums over ranks, of each its heads."""
     parallel = ParallelConfig(tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
     check_against_plain(config(taste), run(model_on_rank, ranks, config(taste), parallel, {}))
+
+
+def learned_on_rank(length: int, parallel: ParallelConfig) -> tuple[Tensor, list[tuple]]:
+    """Loss and gradients of one row as long as the table of positions."""
+    grid = Grid.create(parallel)
+    row = Row(np.arange(length + 1), np.empty(0, np.int64), length)
+    packed = pack([row], [0], PackLayout(tp=grid.tp.size, sequence_parallel=parallel.sequence_parallel))
+    assert int(shard(packed, grid.cp).position_ids.max()) >= length
+    model, batch = filled(build(config("gpt2", max_position_embeddings=length), parallel)), shard(packed, grid.cp)
+    loss = loss_of(model, model(batch), batch)
+    loss.backward()
+    return loss.detach(), gradient_blocks(model, grid.tp)
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(7, 1), (5, 2), (2, 4)])
+def test_padding_past_the_learned_positions_changes_nothing(length: int, ranks: int) -> None:
+    """An odd length is padded by one, and sequence-parallel ranks fill a pack: 2 tokens become 8 of 4 ranks."""
+    parallel = ParallelConfig(tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1)
+    results = run(learned_on_rank, ranks, length, parallel)
+    model, tokens = config("gpt2", max_position_embeddings=length), torch.arange(length + 1)
+    tensors = whole([saved(filled(build(model)))])
+    weights = {name: torch.from_numpy(tensor).requires_grad_() for name, tensor in tensors.items()}
+    expected = F.cross_entropy(Plain(model, weights).logits(tokens[:-1]), tokens[1:])
+    expected.backward()
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach())
+    check_gradients([gradients for _, gradients in results], weights)
 
 
 def test_logits_of_tensor_parallel_ranks_are_one() -> None:

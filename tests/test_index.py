@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,65 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path) -> None:
         assert len(cached(tmp_path, "n", {}, fail)["a"]) == 7
     # What others have mapped stays as it was.
     assert kept["a"].tolist() == list(range(7))
+
+
+def swap(entry: Path) -> None:
+    (entry / "a.npy").rename(entry / "c")
+    (entry / "b.npy").rename(entry / "a.npy")
+    (entry / "c").rename(entry / "b.npy")
+
+
+def rewrite(path: str, content: bytes | np.ndarray) -> Callable[[Path], None]:
+    """In a file of its own, as processes may have mapped the old one."""
+
+    def harm(entry: Path) -> None:
+        (entry / path).unlink()
+        if isinstance(content, bytes):
+            (entry / path).write_bytes(content)
+        else:
+            np.save(entry / path, content)
+
+    return harm
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "swapped": swap,
+    "other dtype": rewrite("a.npy", np.arange(7, dtype=np.float64)),
+    "other byte order": rewrite("a.npy", np.arange(7).astype(">i8")),
+    "other shape": rewrite("a.npy", np.arange(6)),
+    "other rank": rewrite("b.npy", np.full(6, 7, np.uint32)),
+    "objects": rewrite("a.npy", np.array([None] * 7)),
+    "empty": rewrite("a.npy", b""),
+    "zip": rewrite("a.npy", b"PK\x03\x04" + bytes(60)),
+    "text": rewrite("a.npy", b"no array"),
+    "missing": lambda entry: (entry / "b.npy").unlink(),
+    **{f"manifest {text}": rewrite("manifest.json", text.encode()) for text in ("[]", "null", "7", '"key"', "{}", "")},
+    "manifest without end": rewrite("manifest.json", b"[" * 100_000),
+    "manifest of bytes": rewrite("manifest.json", b"\xff\xfe"),
+    "no manifest": lambda entry: (entry / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_an_entry_that_is_not_what_was_stored_is_built_again(tmp_path: Path, harm: str) -> None:
+    cached(tmp_path, "n", {}, arrays_of)
+    (entry,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    HARM[harm](entry)
+    for build in (arrays_of, fail):
+        again = cached(tmp_path, "n", {}, build)
+        for name, array in arrays_of().items():
+            assert again[name].dtype == array.dtype and np.array_equal(again[name], array)
+
+
+@pytest.mark.parametrize("arrays", ["[]", "null", "7", '["a", "b"]', '{"a": null}', '{"c": ["<i8", 7]}'])
+def test_a_manifest_that_names_other_arrays_is_written_again(tmp_path: Path, arrays: str) -> None:
+    cached(tmp_path, "n", {}, arrays_of)
+    (manifest,) = tmp_path.glob("*/manifest.json")
+    stored = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**stored, "arrays": json.loads(arrays)}))
+    for build in (arrays_of, fail):
+        again = cached(tmp_path, "n", {}, build)
+        assert np.array_equal(again["a"], arrays_of()["a"]) and np.array_equal(again["b"], arrays_of()["b"])
 
 
 def test_without_a_lock_the_first_entry_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

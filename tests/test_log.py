@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,6 +255,90 @@ def test_nothing_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     writer.record("train", 1, VALUES)
     writer.close()
     assert list(tmp_path.iterdir()) == []
+
+
+class Full:
+    """A file on a full disk: what is written fails, and so does closing it with that in its buffer."""
+
+    def __init__(self, room: int = 0) -> None:
+        self.room, self.refused = room, 0
+
+    def write(self, text: str) -> None:
+        if self.room == 0:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= 1
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", ["device", "stand-in"])
+def test_a_full_disk_ends_the_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """One warning, no exception, and nothing is tried again."""
+    writer = log.Log(places(run_dir=str(tmp_path), tensorboard=False))
+    assert writer._file is not None
+    writer._file.close()
+    full = Full()
+    writer._file = open("/dev/full", "a") if kind == "device" else full  # type: ignore[assignment]  # noqa: SIM115
+    for iteration in (1, 2, 3):
+        writer.record("train", iteration, VALUES)
+        writer.record("valid", iteration, {"lm_loss": 5.0})
+    writer.close()
+    said = capsys.readouterr()
+    assert said.err.startswith("warning: logging.run_dir: ") and said.err.count("\n") == 1 and not said.out
+    assert "No space left on device" in said.err and "no more metrics are written" in said.err
+    assert full.refused == (0 if kind == "device" else 1)
+
+
+def test_a_tensorboard_on_a_full_disk_ends_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = log.Log(places(run_dir=str(tmp_path), tensorboard=False))
+    writer._board = SimpleNamespace(add_scalar=fail, close=fail)  # type: ignore[assignment]
+    for iteration in (1, 2):
+        writer.record("train", iteration, VALUES)
+    writer.close()
+    assert capsys.readouterr().err.count("\n") == 1
+    assert [line["iteration"] for line in lines_of(tmp_path)] == [0, 1]
+
+
+def test_a_job_goes_on_when_its_disk_is_full(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Full(room=2)
+    monkeypatch.setattr(log, "_append_to", lambda path: full)
+    job(config, [*keeps(tmp_path), "train.train_iters=3"])
+    assert full.refused == 1 and (tmp_path / "checkpoints" / "iter_0000003").is_dir()
+
+
+def test_say_when_nobody_reads() -> None:
+    """As `... | head -1` leaves a run, and as a log on a full disk does."""
+    program = (
+        "import sys\n"
+        "from types import SimpleNamespace\n"
+        "from megacp import log\n"
+        "from megacp.config import LoggingConfig\n"
+        "writer = log.Log(SimpleNamespace(logging=LoggingConfig()))\n"
+        "sys.stdin.readline()\n"
+        "for _ in range(3): writer.say('x' * 9999)\n"
+        "sys.stderr.write('done')\n"
+        "sys.stderr.flush()\n"
+    )
+    for full in (False, True):
+        with open("/dev/full", "w") if full else nullcontext(subprocess.PIPE) as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, text=True
+            )
+            if process.stdout is not None:
+                process.stdout.close()
+            assert process.stdin is not None and process.stderr is not None
+            process.stdin.write("\n")
+            process.stdin.close()
+            assert process.stderr.read().startswith("done")
+            process.stderr.close()
+            process.wait(60)
 
 
 def test_say(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,58 @@ def test_refuses(
     data = config(**{"data_path": "gpt_tiny", "split": "1", **fields})
     with pytest.raises(ValueError, match=words):
         build_datasets(data, sizes, 0)
+
+
+@pytest.mark.parametrize("data_path", [["short", "gpt_tiny", "none"], ["gpt_tiny", "short", "none"]])
+@pytest.mark.parametrize("size", [None, 5, 100])
+def test_a_source_without_one_sample_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, data_path: list[str], size: Any
+) -> None:
+    """Of an unweighted list, for one epoch or for many, with one warning each."""
+    monkeypatch.chdir(folder)
+    write(folder / "short", [[1, 2, 3], [4, 5, 6, 7, 8]])  # 8 tokens: one label is missing
+    write(folder / "none", [[]])
+    write(folder / "enough", [[1, 2, 3], [4, 5, 6, 7, 8, 9]])
+    with pytest.raises(ValueError, match="short, train: 8 tokens are fewer than one sample"):
+        build_datasets(config(data_path=["short", "none"], split="1"), [size, 0, 0], 0)
+    caplog.clear()
+    built, *_ = build_datasets(config(data_path=[*data_path, "enough"], split="1"), [size, 0, 0], 0)
+    assert sorted(record.message.split(",")[0] for record in caplog.records) == ["none", "short"]
+    wanted, *_ = build_datasets(config(data_path=["gpt_tiny", "enough"], split="1"), [size, 0, 0], 0)
+    assert built is not None and wanted is not None and len(built) == len(wanted)
+    for i in range(len(built)):
+        assert built.row(i).tokens.tolist() == wanted.row(i).tokens.tolist()
+
+
+LENGTHS_AT = 34  # bytes of the header of a .idx
+
+
+@pytest.mark.parametrize(
+    ("at", "format", "values"),
+    [
+        (LENGTHS_AT, "<2i", (-1, 4)),
+        (LENGTHS_AT, "<2i", (7, -4)),
+        (LENGTHS_AT + 4 * 3 + 8, "<q", (2**40,)),
+        (LENGTHS_AT + 4 * 3 + 8, "<q", (-4,)),
+        (LENGTHS_AT + 4 * 3 + 8, "<q", (4,)),
+        (LENGTHS_AT + 12 * 3 + 8, "<q", (3,)),
+        (LENGTHS_AT + 12 * 3 + 8, "<q", (-1,)),
+    ],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_damaged_index_is_refused_by_name(
+    tmp_path: Path, at: int, format: str, values: tuple[int, ...], weighted: bool
+) -> None:
+    """When the dataset is built: samples of it would be read outside of their documents, or of the file."""
+    whole, harmed = write(tmp_path / "whole", [[5] * 20]), write(tmp_path / "harmed", [[1, 2], [3], [4] * 20])
+    path = Path(f"{harmed}.idx")
+    content = bytearray(path.read_bytes())
+    struct.pack_into(format, content, at, *values)
+    path.write_bytes(content)
+    data_path = [1, whole, 1, harmed] if weighted else [whole, harmed]
+    with pytest.raises(ValueError, match=r"harmed\.idx: ") as error:
+        build_datasets(config(data_path=data_path, split="1"), [3, 0, 0], 0)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

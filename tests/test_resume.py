@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from megacp import checkpoint, step, train
+from megacp import checkpoint, start, step, train
 from megacp.config import ConfigError, load_config
 from megacp.data.loader import Loader
+from megacp.model.gpt import GPT
 from tests import spawn
-from tests.jobs import assert_same, job, keeps, losses, records
+from tests.jobs import assert_same, job, keeps, losses, records, tensors
 from tests.spawn import run
 from tests.tiny import write_config, write_data
 
@@ -109,29 +114,112 @@ def test_a_longer_run_and_another_batch_size_go_on_with_the_next_samples(
 
 def test_a_run_that_is_done_does_nothing(config: Path, straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted((path, path.stat().st_mtime_ns) for path in straight.rglob("*"))
+    run(job, 2, config, keeps(straight))
     job(config, keeps(straight))
     assert "has done 10 iterations, train.train_iters = 10" in capsys.readouterr().out
     assert sorted((path, path.stat().st_mtime_ns) for path in straight.rglob("*")) == before
 
 
+def begin(config: Path, *overrides: str) -> tuple[str | None, int]:
+    """(name of the checkpoint, iteration) of a run's start."""
+    found = start.find_start(load_config(config, overrides, 1))
+    return found.folder and found.folder.name, found.progress.iteration
+
+
 def test_where_a_run_starts(config: Path, straight: Path, tmp_path: Path) -> None:
     """`save` goes before `load`, a checkpoint inside `save` before both."""
-
-    def start(*overrides: str) -> tuple[str | None, int]:
-        found = train.find_start(load_config(config, overrides, 1))
-        return found.folder and found.folder.name, found.progress.iteration
-
     done, empty = f"checkpoint.save={straight}/checkpoints", f"checkpoint.save={tmp_path}/new"
-    assert start() == (None, 0)
-    assert start(empty) == (None, 0)
-    assert start(empty, f"checkpoint.load={tmp_path}/new") == (None, 0)
-    assert start(done) == ("iter_0000010", 10)
-    assert start(empty, from_five(straight)) == ("iter_0000005", 5)
-    assert start(done, from_five(straight)) == ("iter_0000005", 5)
+    assert begin(config) == (None, 0)
+    assert begin(config, empty) == (None, 0)
+    assert begin(config, empty, f"checkpoint.load={tmp_path}/new") == (None, 0)
+    assert begin(config, done) == ("iter_0000010", 10)
+    assert begin(config, empty, from_five(straight)) == ("iter_0000005", 5)
+    assert begin(config, done, from_five(straight)) == ("iter_0000005", 5)
     job(config, [*keeps(tmp_path), from_five(straight), "train.exit_interval=6"])
-    assert start(f"checkpoint.save={tmp_path}/checkpoints", from_five(straight)) == ("iter_0000006", 6)
+    assert begin(config, f"checkpoint.save={tmp_path}/checkpoints", from_five(straight)) == ("iter_0000006", 6)
     with pytest.raises(ConfigError, match="no checkpoint in"):
-        start(empty, f"checkpoint.load={tmp_path}")
+        begin(config, empty, f"checkpoint.load={tmp_path}")
+
+
+def test_a_rollback_happens_once(config: Path, straight: Path, tmp_path: Path) -> None:
+    """A job that is put back into the queue goes on, also when keep_last has removed what it rolled back to."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(straight / "checkpoints", root)
+    back = [*keeps(tmp_path), f"checkpoint.load={root}/iter_0000005"]
+    assert begin(config, *back) == ("iter_0000005", 5)
+    stops = ["train.exit_interval=7", "checkpoint.keep_last=1"]
+    job(config, [*back, *stops])
+    assert not (root / "iter_0000005").exists() and (root / "iter_0000010").exists()
+    assert begin(config, *back) == ("iter_0000007", 7)
+    job(config, back)
+    assert begin(config, *back) == ("iter_0000010", 10)
+    assert_same(root, straight / "checkpoints")
+    # A wish for another checkpoint is a new one.
+    assert begin(config, *keeps(tmp_path), f"checkpoint.load={root}/iter_0000007") == ("iter_0000007", 7)
+
+
+def test_fine_tuning_takes_the_weights_alone(
+    config: Path, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that was stopped then goes on from its own checkpoints."""
+    tunes = [f"checkpoint.load={straight}/checkpoints", "checkpoint.finetune=true"]
+    # A step that changes nothing but the moments.
+    still = ["optimizer.lr=1e-30", "optimizer.lr_warmup_iters=0", "train.exit_interval=1"]
+    job(config, [*keeps(tmp_path), *tunes, *still])
+    ours, theirs = (tensors(folder / "checkpoints") for folder in (tmp_path, straight))
+    weights = [name for name in theirs if not name.startswith("exp_avg")]
+    assert weights and all(torch.equal(ours[name], theirs[name]) for name in weights)
+    meta = checkpoint.read_meta(tmp_path / "checkpoints")
+    assert (meta["progress"]["iteration"], meta["progress"]["consumed_samples"], meta["optimizer"]["step"]) == (1, 4, 1)
+    assert losses(tmp_path)[1] < losses(straight)[1]
+    assert "iterations and optimizer state start anew" in capsys.readouterr().out
+    moments = [name for name in theirs if name.startswith("exp_avg_sq.")]
+    # One gradient's share of what ten have left.
+    assert sum(float(ours[name].sum()) for name in moments) < 0.5 * sum(float(theirs[name].sum()) for name in moments)
+    assert begin(config, *keeps(tmp_path), *tunes) == ("iter_0000001", 1)
+    # A rollback is none: it takes everything.
+    back = [f"checkpoint.load={straight}/checkpoints/iter_0000005", "checkpoint.finetune=true"]
+    assert begin(config, *keeps(straight), *back) == ("iter_0000005", 5)
+
+
+def test_initial_weights_are_not_drawn_to_be_overwritten(
+    config: Path, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def recorded(*arguments: Any, draw: bool) -> GPT:
+        drawn.append(draw)
+        return GPT(*arguments, draw=draw)
+
+    monkeypatch.setattr(step, "GPT", recorded)
+    job(config, [*keeps(tmp_path), "train.exit_interval=1"])
+    job(config, [*keeps(tmp_path), "train.exit_interval=2"])
+    assert drawn == [True, False]
+
+
+def job_that_looks_alone(path: Path, overrides: Sequence[str]) -> str:
+    """What a job says whose last rank has a disk of its own behind checkpoint.save, with nothing on it."""
+    find_start = train.find_start
+    if dist.get_rank() == dist.get_world_size() - 1:
+        train.find_start = lambda config: start.Start()
+    else:
+        train.find_start = lambda config: start.Start(Path(config.checkpoint.save), step.Progress(iteration=10))
+    try:
+        job(path, overrides)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        train.find_start = find_start
+    return ""
+
+
+@pytest.mark.parametrize("wanted", [10, 12], ids=["some have nothing to do", "all go on"])
+def test_ranks_that_see_other_checkpoints_are_told(config: Path, tmp_path: Path, wanted: int) -> None:
+    """All of them and at once: none waits for ranks that have gone home or load something else."""
+    message = f"ranks [0, 1] at {tmp_path}/checkpoints (iteration 10); ranks [2] at the very beginning"
+    overrides = [*keeps(tmp_path), "train.global_batch_size=6", f"train.train_iters={wanted}"]
+    assert [message in told for told in run(job_that_looks_alone, 3, config, overrides, timeout=60)] == [True] * 3
+    assert list((tmp_path / "checkpoints").glob("*")) == []
 
 
 def test_exit_interval_and_keep_last(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

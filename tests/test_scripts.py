@@ -169,6 +169,8 @@ def test_sbatch_starts_torchrun(cluster):
     assert options["--rdzv-conf"] == "is_host=true"
     assert arguments[-3:] == ["pretrain_gpt.py", "config.yaml", "train.seed=1 2"]
     assert not (cluster.work / "scontrol.log").exists()
+    # The trainer sets its threads itself: a variable that says otherwise would do nothing.
+    assert "OMP_NUM_THREADS" not in SBATCH.read_text()
 
 
 def test_sbatch_refuses_an_unknown_rendezvous_host(cluster):

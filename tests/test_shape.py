@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "support_data": "",
     "support": "support_data",
     "blocks": "",
-    "config": "support",
+    "parts": "",
+    "config": "support parts",
     "grid": "config",
     "collectives": "grid",
     "batch": "grid",
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "convert": "config grid blocks block_files",
     "pipeline": "grid batch",
     "step": "log config grid batch collectives data model loss optim pipeline",
+    "start": "log config blocks checkpoint data step",
     "train": "*",
 }
 # What must not know that fine-tuning or hybrid context parallelism exist.

@@ -94,8 +94,9 @@ def test_a_step_without_supervised_tokens_is_skipped_and_finite(config: Path) ->
 def evaluations(path: Path, overrides: Sequence[str]) -> tuple[float, float]:
     """Loss of evaluate(), and of training's own reduction over the same samples."""
     _, one = setup(path, overrides)
-    evaluated = evaluate(one)
-    assert one.model.training and one.valid_data is not None
+    assert one.valid_data is not None
+    evaluated = evaluate(one, one.valid_data)
+    assert one.model.training
     with closing(make_loader(one, one.valid_data, 0)) as loader:
         parts = [forward_backward(one, loader)[:2] for _ in range(3)]
     total, tokens = (sum(column) for column in zip(*parts, strict=True))

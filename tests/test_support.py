@@ -106,6 +106,11 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
         1,
         ["nccl", "train.device = cpu", "gloo or auto"],
     ),
+    "room without hybrid": (
+        ["parallel.max_seqlen_per_dp_cp_rank=128"],
+        1,
+        ["max_seqlen_per_dp_cp_rank = 128 does nothing", "hybrid_context_parallel", "leave it out"],
+    ),
     # the model
     "hidden over heads": (
         ["model.hidden_size=60"],
@@ -122,6 +127,11 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
     "rope factor": (["model.rope_scaling={type: linear, factor: 0.5}"], 1, ["factor = 0.5", "1 or more"]),
     "rope factor without a type": (["model.rope_scaling.factor=4"], 1, ["factor = 4", "linear, llama3 or yarn"]),
     "llama3 bands": ([LLAMA3 % (4, 4)], 1, ["high_freq_factor = 4", "low_freq_factor = 4", "4 and 1"]),
+    "yarn without a base": (
+        ["model.rope_scaling={type: yarn, factor: 2}", "model.rotary_base=1"],
+        1,
+        ["model.rotary_base = 1 must exceed 1", "yarn", "10000"],
+    ),
     "yarn bands": (
         ["model.rope_scaling={type: yarn, factor: 2, beta_fast: 1, beta_slow: 32}"],
         1,
@@ -141,17 +151,6 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
         ["model.position_embedding_type=learned_absolute", "model.max_position_embeddings=64"],
         1,
         ["max_position_embeddings = 64", "seq_length = 128", "or seq_length 64"],
-    ),
-    "positions for padding": (
-        [
-            "model.position_embedding_type=learned_absolute",
-            "model.max_position_embeddings=127",
-            "data.seq_length=127",
-            "data.mask_between_documents=true",
-            CP + "=2",
-        ],
-        2,
-        ["max_position_embeddings = 127", "padded to 2*cp = 4", "use 128 or more, or seq_length 124"],
     ),
     "fp32 on a GPU": (["train.device=cuda"], 1, ["params_dtype = float32", "bfloat16", "train.device=cpu"]),
     "heads too narrow for a GPU": (
@@ -180,6 +179,16 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
         ["optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_iters=91"],
         1,
         ["lr_wsd_decay_iters = 91", "1 to 90"],
+    ),
+    "WSD's iterations without WSD": (
+        ["optimizer.lr_wsd_decay_iters=9"],
+        1,
+        ["lr_wsd_decay_iters = 9 does nothing", "lr_decay_style cosine", "WSD, or leave it out"],
+    ),
+    "WSD's style without WSD": (
+        ["optimizer.lr_wsd_decay_style=linear", "optimizer.lr_decay_style=constant"],
+        1,
+        ["lr_wsd_decay_style = linear does nothing", "lr_decay_style constant"],
     ),
     "falling weight decay": (
         ["optimizer.start_weight_decay=0.2", "optimizer.weight_decay_incr_style=linear"],
@@ -217,6 +226,14 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
     ),
     "saving nowhere": (["checkpoint.save_interval=10"], 1, ["save_interval = 10", "set checkpoint.save"]),
     "keeping nothing": (["checkpoint.keep_last=2"], 1, ["keep_last = 2", "set checkpoint.save"]),
+    "fine-tuning nothing": (["checkpoint.finetune=true"], 1, ["finetune needs checkpoint.load", "finetune to false"]),
+    "fine-tuning itself": (
+        ["checkpoint.finetune=true", "checkpoint.save=runs/new", "checkpoint.load=runs/new"],
+        1,
+        ["not runs/new", "another folder than checkpoint.save"],
+    ),
+    "name of no project": (["logging.wandb_exp_name=one"], 1, ["wandb_exp_name = one does nothing", "wandb_project"]),
+    "mode of no project": (["logging.wandb_mode=offline"], 1, ["wandb_mode = offline does nothing", "leave it out"]),
     "exit without saving": (["train.exit_interval=5"], 1, ["exit_interval = 5", "set checkpoint.save"]),
     "timed exit without saving": (["train.exit_duration_in_mins=5"], 1, ["exit_duration_in_mins = 5"]),
     # the data
@@ -239,6 +256,12 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
         ["1 weights, 2 prefixes", "weight prefix weight prefix"],
     ),
     "weights behind": (["data.data_path=[corpus/text, 0.5]"], 1, ["not in pairs", "[0.7, a, 0.3, b]"]),
+    "weights without a sum": (
+        ["data.data_path=[1.7e308, corpus/text, 1.7e308, corpus/text]"],
+        1,
+        ["data.data_path: the weights have no finite sum", "[0.7, a, 0.3, b]"],
+    ),
+    "weight without end": (["data.data_path=[.inf, corpus/text]"], 1, ["data.data_path", "finite"]),
     "weight of nothing": (["data.data_path=[0, corpus/text, 1, corpus/other]"], 1, ["weight 0 must be above 0"]),
     # files
     "missing data": (["data.data_path=corpus/txt"], 1, ["corpus/txt.idx does not exist", "did you mean corpus/text?"]),
@@ -286,6 +309,7 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
     "unknown key": (["model.num_layer=2"], 1, ["unknown key model.num_layer", "model.num_layers?"]),
     "wrong type": (["train.train_iters=ten"], 1, ["train.train_iters = 'ten'", "must be a valid integer"]),
     "out of range": (["train.micro_batch_size=0"], 1, ["train.micro_batch_size = 0", "must be greater than 0"]),
+    "too many workers": (["data.num_workers=2"], 1, ["data.num_workers = 2", "less than or equal to 1"]),
     "unknown choice": (["model.normalization=BatchNorm"], 1, ["'BatchNorm'", "'RMSNorm' or 'LayerNorm'"]),
 }
 
@@ -309,7 +333,7 @@ def test_each_rule_refuses_something() -> None:
         if config := parsed(overrides):
             tripped |= {rule.__name__ for rule in support.RULES if list(rule(config, world_size))}
             tripped |= {rule.__name__ for rule in support.FILE_RULES if trips(rule, config)}
-    later = {"ulysses_splits_heads", "hybrid_needs_room"}
+    later = {"ulysses_splits_heads"}
     names = {rule.__name__ for rule in support.RULES + support.FILE_RULES}
     assert names - tripped <= later
 
@@ -402,6 +426,9 @@ def test_rules_of_features_to_come(rule: support.Rule, overrides: list[str], exp
         (["train.recompute_granularity=selective", "train.recompute_modules=[core_attn, mlp]"], 1),
         (["checkpoint.save=runs", "checkpoint.save_interval=5", "checkpoint.keep_last=1", "train.exit_interval=5"], 1),
         (["checkpoint.save=runs", "checkpoint.load=runs"], 1),
+        (["checkpoint.save=runs", "checkpoint.load=runs/iter_0000005"], 1),
+        (["checkpoint.load=corpus", "checkpoint.finetune=true"], 1),
+        (["logging.wandb_project=tiny", "logging.wandb_mode=offline", "logging.wandb_exp_name=one"], 1),
         (["train.params_dtype=float64", "train.device=cpu"], 1),
         (["data.split='1'"], 1),
         (["data.split='.5, 0.5'"], 1),
@@ -445,4 +472,10 @@ def test_rules_need_neither_torch_nor_the_rest() -> None:
     code = "import sys, megacp.config; print([n for n in sys.modules if n.split('.')[0] in ('torch', 'megacp')])"
     root = Path(support.__file__).parents[1]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert sorted(yaml.safe_load(out.stdout)) == ["megacp", "megacp.config", "megacp.support", "megacp.support_data"]
+    assert sorted(yaml.safe_load(out.stdout)) == [
+        "megacp",
+        "megacp.config",
+        "megacp.parts",
+        "megacp.support",
+        "megacp.support_data",
+    ]

@@ -270,6 +270,29 @@ def test_a_killed_writer_leaves_nothing_that_looks_whole(tmp_path):
     assert all(path.suffix == ".tmp" for path in tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "documents", [[5000], [700], [1] * 300], ids=["while writing", "with the last buffer", "in the index"]
+)
+def test_a_full_disk_leaves_what_was_there(pair, documents):
+    """Files of the child hold 1000 bytes at most, as a disk that fills up; closing such a file fails once more."""
+    program = (
+        "import resource\n"
+        "from megacp.data.tokens import TokenFileWriter\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+        "try:\n"
+        f"    with TokenFileWriter({str(pair)!r}, 'uint16') as writer:\n"
+        f"        for size in {documents}:\n"
+        "            writer.add_document([1] * size)\n"
+        "except OSError as error:\n"
+        "    print(error.strerror)\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("File too large\n", "")
+    assert sorted(path.name for path in pair.parent.iterdir()) == ["pair.bin", "pair.idx"]
+    assert [part.tolist() for part in TokenFile(pair)[:]] == [[1, 2, 3], [4], [5, 6]]
+
+
 def test_needs_no_torch():
     program = "import sys, megacp.data.tokens; assert 'torch' not in sys.modules"
     root = Path(__file__).parent.parent

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from megacp import step
+from megacp import step, train
+from megacp.config import ConfigError, load_config
 from megacp.data.loader import Loader
+from megacp.data.tokens import TokenFileWriter
 from megacp.log import Work
 from tests.jobs import assert_same, job, keeps, losses, records
 from tests.spawn import run
@@ -24,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_loss_that_is_nan_stops_the_run(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps in a row, after a single one that is forgiven."""
+    """Two steps in a row, after a single one that is forgiven; meanwhile nothing is saved."""
     forward_backward = step.forward_backward
 
     def infinite(one: step.Run, loader: Loader) -> tuple[float, float, Work]:
@@ -32,12 +37,13 @@ def test_a_loss_that_is_nan_stops_the_run(config: Path, tmp_path: Path, monkeypa
         return (math.inf if one.progress.iteration in (1, 3, 4) else total), tokens, work
 
     monkeypatch.setattr(step, "forward_backward", infinite)
-    overrides = [*keeps(tmp_path), "train.max_consecutive_nonfinite=2", "checkpoint.save_interval=3"]
+    overrides = [*keeps(tmp_path), "train.max_consecutive_nonfinite=2", "checkpoint.save_interval=1"]
     with pytest.raises(FloatingPointError, match="not finite in 2 steps in a row, up to iteration 5"):
         job(config, overrides)
     assert [record["nan"] for record in records(tmp_path).values()] == [0, 1, 1, 2, 3]
     assert ["lm_loss" in record for record in records(tmp_path).values()] == [True, False, True, False, False]
-    assert [path.name for path in (tmp_path / "checkpoints").glob("iter_*")] == ["iter_0000003"]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert saved == ["iter_0000001", "iter_0000003"]
 
 
 def test_evaluation_leaves_training_alone(config: Path, tmp_path: Path) -> None:
@@ -51,6 +57,73 @@ def test_evaluation_leaves_training_alone(config: Path, tmp_path: Path) -> None:
     valid = records(evaluated, "valid")
     assert list(valid) == [2, 4, 6, 8] and not records(alone, "valid")
     assert valid[8]["ppl"] == pytest.approx(math.exp(valid[8]["lm_loss"]))
+
+
+def test_test_data_is_evaluated_once_at_the_end(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not when the run stops before, and without it training is the same."""
+    overrides = [*keeps(tmp_path), "train.eval_iters=2"]
+    split = "data.split='90,5,5'"
+    job(config, [*overrides, split, "train.exit_interval=4"])
+    assert not records(tmp_path, "test")
+    capsys.readouterr()
+    # The last iteration is the end, no reason to stop.
+    job(config, [*overrides, split, "train.exit_interval=4"])
+    ((iteration, record),) = records(tmp_path, "test").items()
+    assert iteration == 8 and record["ppl"] == pytest.approx(math.exp(record["lm_loss"]))
+    assert not records(tmp_path, "valid")
+    line = f"test at iteration 8 | lm loss: {record['lm_loss']:.6f} | ppl: {record['ppl']:.3f}"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    job(config, [*keeps(tmp_path / "none"), split])
+    assert losses(tmp_path / "none") == losses(tmp_path) and not records(tmp_path / "none", "test")
+
+
+def test_where_test_data_comes_from(config: Path, tmp_path: Path) -> None:
+    def data(*overrides: str) -> list[int]:
+        sets = train.read_data(load_config(config, ["data.split='90,5,5'", *overrides], 1))
+        return [len(one) if one is not None else 0 for one in sets]
+
+    assert data()[1:] == [0, 0]
+    valid, test = data("train.eval_iters=2")[1:]
+    assert valid == 0 and test >= 8
+    own = write_data(tmp_path, documents=3)
+    paths = ["data.data_path=null", f"data.train_data_path={own}"]
+    assert data(*paths, "train.eval_iters=2")[2] == 0
+    assert data(*paths, f"data.test_data_path={own}", "train.eval_iters=2")[2] >= 8
+    assert data(*paths, f"data.test_data_path={own}")[2] == 0
+
+
+def test_a_share_too_small_for_test_data_stops_nothing(config: Path, tmp_path: Path) -> None:
+    """969,30,1 leaves none of a hundred documents; data of its own must hold some."""
+    small = ["data.split='969,30,1'", "train.eval_iters=1", "train.exit_interval=1"]
+    with pytest.warns(UserWarning, match="no evaluation on test data at the end.* leaves test none") as told:
+        job(config, [*keeps(tmp_path), *small])
+    assert len(told) == 1 and list(records(tmp_path)) == [1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job(config, [*keeps(tmp_path), *small[:1]])
+    assert not records(tmp_path, "test")
+    with TokenFileWriter(tmp_path / "empty", np.uint16):
+        pass
+    own = write_data(tmp_path, documents=3)
+    paths = ["data.data_path=null", f"data.train_data_path={own}", f"data.test_data_path={tmp_path}/empty"]
+    with pytest.raises(ConfigError, match="empty"):
+        train.read_data(load_config(config, [*paths, "train.eval_iters=1"], 1))
+
+
+def test_threads_are_shared_among_local_ranks(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever OMP_NUM_THREADS says; train.num_threads is the way to choose."""
+    seen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(train, "usable_cores", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("RANK", raising=False)
+    for threads in ("null", "5"):
+        with train.process_group(load_config(config, [f"train.num_threads={threads}"], 1), torch.device("cpu")):
+            pass
+    assert seen == [4, 5]
 
 
 def test_metrics(config: Path, tmp_path: Path) -> None:

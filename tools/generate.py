@@ -6,7 +6,6 @@ and values): a tool to look at a model, not a server.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +16,7 @@ from megacp import checkpoint
 from megacp.batch import Sample, shard
 from megacp.blocks import row_blocks, shard_of
 from megacp.config import Config, ParallelConfig
+from megacp.data.command import Command
 from megacp.data.tokenizer import Tokenizer, build_tokenizer
 from megacp.grid import Grid
 from megacp.model.gpt import GPT
@@ -83,7 +83,7 @@ def generate(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Continue a prompt with a trained model.")
+    parser = Command(description="Continue a prompt with a trained model.")
     parser.add_argument("checkpoint", help="folder of a checkpoint, or the folder that holds them")
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to add")
@@ -92,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer-model", help="where the tokenizer lies now; default: where it was in training")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
+    if options.tokens < 0 or not 1e-6 <= (options.temperature or 1) < float("inf"):
+        parser.error("--tokens must be 0 or more, --temperature 0 or from 0.000001 on")
     try:
         config, model = load_model(options.checkpoint, options.device)
         tokenizer = load_tokenizer(config, options.tokenizer_model)
@@ -99,8 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         window = config.data.seq_length // 2 * 2  # even, so that no padding goes past learned positions
         tokens = generate(model, tokenizer, context, window, options.temperature, options.seed)
         added = list(islice(tokens, options.tokens))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, AssertionError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(options.prompt + tokenizer.decode([*context, *added])[len(tokenizer.decode(context)) :])
     return 0

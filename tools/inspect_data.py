@@ -97,6 +97,9 @@ def inspect(arguments: Namespace) -> int:
     if arguments.decode is not None:
         print_document(file, arguments.decode, arguments)
         return 0
+    if arguments.check and (damage := list(file.index_problems())):
+        print(*damage, sep="\n")
+        return 1
     lengths = document_lengths(file)
     print_counts(file, lengths)
     if len(lengths):

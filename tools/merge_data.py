@@ -37,6 +37,8 @@ def merge(arguments: Namespace) -> int:
                 f"dtypes differ: {files[0].prefix} is {files[0].dtype}, {file.prefix} is {file.dtype}; "
                 "preprocess one of them again with the tokenizer of the other"
             )
+        for problem in file.index_problems():
+            raise ValueError(problem)
     with TokenFileWriter(arguments.output_prefix, files[0].dtype) as writer:
         for prefix in prefixes:
             writer.add_index(prefix)

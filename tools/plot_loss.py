@@ -15,7 +15,7 @@ Curve = dict[int, float]
 
 
 def read_curves(metrics: Path) -> dict[str, Curve]:
-    """{kind: {iteration: loss}}, kind being train or valid.
+    """{kind: {iteration: loss}}, kind being train, valid or test.
 
     A last line cut short (the run is being written or was killed) is passed over; any other broken line is a
     ValueError.

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -33,6 +34,10 @@ _INT32_MAX = np.iinfo(np.int32).max
 _MANIFEST = "manifest.json"
 
 logger = logging.getLogger(__name__)
+
+
+class TooShort(ValueError):
+    """The documents are too few for one sample."""
 
 
 class SampleIndex(NamedTuple):
@@ -61,12 +66,12 @@ def build_index(
     lengths      tokens of each document of the file
     extra_token  samples overlap by one token, the label of the last; else that label is missing
     drop_last    a last piece of the stream shorter than a sample is left out; else it is one more sample
-    ValueError where no sample can be made.
+    TooShort where no sample can be made.
     """
     extra = int(extra_token)
     epoch_tokens = int(lengths[documents].sum(dtype=np.int64))
     if epoch_tokens == 0:
-        raise ValueError(f"no token in its {len(documents)} documents")
+        raise TooShort(f"no token in its {len(documents)} documents")
     wanted = num_samples or 0
     epochs = max(1, -(-(wanted * seq_length + extra) // epoch_tokens))
     before_final = _count(epoch_tokens * (epochs - 1), seq_length, extra)
@@ -74,7 +79,7 @@ def build_index(
     separate = epochs > 1 and wanted - before_final < final_epoch_share
     count = _count(epoch_tokens * epochs, seq_length, extra, drop_last)
     if count <= 0:
-        raise ValueError(
+        raise TooShort(
             f"{epoch_tokens} tokens are fewer than one sample of {seq_length} + {extra}; "
             f"take a seq_length of at most {epoch_tokens - extra} or more documents"
         )
@@ -195,9 +200,16 @@ def _load(entry: Path, key: str) -> dict[str, np.ndarray] | None:
         manifest = json.loads((entry / _MANIFEST).read_text())
         if manifest["key"] != key:
             return None
-        return {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in manifest["arrays"]}
-    except (OSError, ValueError, KeyError):
+        wanted = manifest["arrays"]
+        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in wanted}
+        return arrays if {name: _kind(array) for name, array in arrays.items()} == wanted else None
+    # What json and np.load raise for damaged files.
+    except (OSError, ValueError, LookupError, TypeError, EOFError, RecursionError, BadZipFile):
         return None
+
+
+def _kind(array: np.ndarray) -> list[object]:
+    return [array.dtype.str, *array.shape]
 
 
 def _store(entry: Path, key: str, arrays: dict[str, np.ndarray]) -> None:
@@ -209,7 +221,9 @@ def _store(entry: Path, key: str, arrays: dict[str, np.ndarray]) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        (part / _MANIFEST).write_text(json.dumps({"key": key, "arrays": list(arrays)}))
+        (part / _MANIFEST).write_text(
+            json.dumps({"key": key, "arrays": {name: _kind(a) for name, a in arrays.items()}})
+        )
         part.rename(entry)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)

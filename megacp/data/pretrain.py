@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -22,11 +23,13 @@ from megacp.data.blend import (
     parse_blend,
     source_sizes,
 )
-from megacp.data.index import SampleIndex, build_index, cached
+from megacp.data.index import SampleIndex, TooShort, build_index, cached
 from megacp.data.pack import Row
 from megacp.data.tokens import TokenFile
 
 SPLITS = ("train", "valid", "test")
+
+logger = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
@@ -116,6 +119,8 @@ class _Split:
         documents = self.documents(tokens)
         # The view of a file's index is not aligned, and slow in arithmetic.
         lengths = tokens.lengths.copy()
+        for problem in tokens.index_problems():
+            raise ValueError(problem)
         key = {
             "file": Path(prefix).name,
             "bytes": os.path.getsize(f"{prefix}.bin"),
@@ -131,8 +136,8 @@ class _Split:
 
         try:
             arrays = cached(self.folder(prefix), f"{Path(prefix).name}-{self.name}", key, build)
-        except ValueError as error:
-            raise ValueError(f"{prefix}, {self.name}: {error}") from None
+        except TooShort as error:
+            raise TooShort(f"{prefix}, {self.name}: {error}") from None
         return PretrainDataset(tokens, SampleIndex(**arrays), self.seq_length)
 
     def blend(self, prefixes: list[str], weights: Sequence[float], size: int) -> BlendedDataset:
@@ -147,9 +152,20 @@ class _Split:
     def union(self, prefixes: list[str], size: int | None) -> BlendedDataset:
         """All sources in proportion to their size: each once, or more often where `size` rows need it.
 
-        Megatron-LM stops after one epoch even when more samples are asked for.
+        A source without one whole sample is left out. Megatron-LM stops after one epoch even when more samples are
+        asked for.
         """
-        sources = [self.dataset(prefix, None) for prefix in prefixes]
+        sources, left_out = [], []
+        for prefix in prefixes:
+            try:
+                sources.append(self.dataset(prefix, None))
+            except TooShort as error:
+                left_out.append(error)
+        if not sources:
+            raise left_out[0]
+        for error in left_out:
+            logger.warning("%s; it is left out of the blend", error)
+        prefixes = [source.tokens.prefix for source in sources]
         sizes = [len(source) for source in sources]
         if size is not None and size > sum(sizes):
             return self.blend(prefixes, sizes, size)

@@ -167,10 +167,11 @@ class TokenFile:
                 check_vocabulary(self.dtype, vocab_size, self.prefix)
             except ValueError as error:
                 yield str(error)
-        yield from self._index_problems()
+        yield from self.index_problems()
         yield from self._token_problems(vocab_size)
 
-    def _index_problems(self) -> Iterator[str]:
+    def index_problems(self) -> Iterator[str]:
+        """Damage of the .idx: one line for each kind."""
         expected = 0
         for at in range(0, len(self), _CHUNK):
             lengths = self.lengths[at : at + _CHUNK].astype(np.int64)
@@ -184,7 +185,7 @@ class TokenFile:
                 )
                 break
             expected = int(ends[-1])
-        steps = np.diff(self.document_indices)
+        steps = np.diff(self.document_indices)  # from 0 to len(self), so rising means inside
         if (steps < 0).any():
             yield f"{self.prefix}.idx: document {int((steps < 0).argmax())} ends before it begins"
 
@@ -291,9 +292,11 @@ class TokenFileWriter:
 
     def discard(self) -> None:
         """Removes what is not final; after `finalize` there is nothing to remove."""
-        self._bin.close()
-        for part in self._parts:
-            part.unlink(missing_ok=True)
+        try:
+            self._bin.close()  # on a full disk it fails once more
+        finally:
+            for part in self._parts:
+                part.unlink(missing_ok=True)
 
     @staticmethod
     def _sync(file: Any) -> None:

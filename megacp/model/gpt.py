@@ -39,7 +39,9 @@ class Embedding(nn.Module):
         hidden = self.word(batch.tokens)
         if self.position is None:
             return hidden
-        return hidden + look_up(own_tokens(batch.position_ids, self.layout), self.position)
+        # Padding may reach past the last row; nobody sees it and its weight is 0.
+        positions = own_tokens(batch.position_ids, self.layout).clamp(max=len(self.position) - 1)
+        return hidden + look_up(positions, self.position)
 
 
 def own_tokens(per_token: Tensor, layout: Layout) -> Tensor:
