@@ -34,7 +34,8 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, voca
 def test_equals_cross_entropy_of_whole_logits(chunk_size: int) -> None:
     hidden, weight, labels, mask = problem(32, 8, 50, 64)
     expected, dhidden, dweight = reference(hidden, weight, labels, mask, 50)
-    hidden.requires_grad_(), weight.requires_grad_()
+    hidden.requires_grad_()
+    weight.requires_grad_()
     total, count = linear_cross_entropy(hidden, weight, labels, mask, ALONE, vocab_size=50, chunk_size=chunk_size)
     (3 * total).backward()
     torch.testing.assert_close(total.detach(), expected)
@@ -55,7 +56,8 @@ def test_extreme_logits_stay_finite() -> None:
 
 def test_masked_tokens_and_empty_input_give_zero() -> None:
     hidden, weight, labels, _ = problem(6, 4, 10, 10)
-    hidden.requires_grad_(), weight.requires_grad_()
+    hidden.requires_grad_()
+    weight.requires_grad_()
     total, count = linear_cross_entropy(hidden, weight, labels, torch.zeros(6), ALONE, vocab_size=10)
     total.backward()
     assert total == 0 and count == 0
