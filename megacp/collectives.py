@@ -1,10 +1,14 @@
-"""Sums, gathers and scatters of a tensor over a Group; at size 1 each returns its input.
+"""Sums, gathers, scatters and exchanges of tensors over a Group; at size 1 a collective returns its input.
 
-One place knows what differs between backends: gloo's reduce-scatter costs several times its all-reduce (it sends every
-block to every rank), so there the sum is taken whole and sliced.
+One place knows what differs between backends. gloo's reduce-scatter costs several times its all-reduce (it sends every
+block to every rank), so there the sum is taken whole and sliced. gloo sends host memory: for tensors on a GPU, as when
+several ranks share one for a check, what attention exchanges is staged there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +39,69 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """[t, ...] of every rank -> [t*size, ...] in rank order."""
     if group.size == 1:
         return tensor
-    gathered = tensor.new_empty(tensor.shape[0] * group.size, *tensor.shape[1:])
-    _all_gather(gathered, tensor.contiguous(), group=group.process_group)
-    return gathered
+    sent = _outgoing(tensor.contiguous(), group)
+    gathered = sent.new_empty(tensor.shape[0] * group.size, *tensor.shape[1:])
+    _all_gather(gathered, sent, group=group.process_group)
+    return gathered.to(tensor.device)
+
+
+def all_to_all(tensor: Tensor, group: Group) -> Tensor:
+    """Block i of [size, ...] goes to rank i -> [size, ...], block i came from rank i."""
+    if group.size == 1:
+        return tensor
+    sent = _outgoing(tensor.contiguous(), group)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.process_group)
+    return received.to(tensor.device)
+
+
+class Exchange:
+    """Sends tensors to some ranks of a group and receives some from others, while the caller computes.
+
+    NCCL does so on a stream of its own, which waits for what the caller has enqueued so far. Its first call on a group
+    must be made by all of its ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.pending: list[dist.Work] = []
+        self.arriving: list[tuple[Tensor, Tensor]] = []
+
+    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        """Post pairs of a contiguous tensor and an index in the group; leave the tensors alone until `wait`.
+
+        Two ranks match what passes between them by its order here. ValueError for a tensor with gaps.
+        """
+        operations = []
+        for tensor, index in sends:
+            operations.append(self._operation(dist.isend, _outgoing(tensor, self.group), index))
+        for tensor, index in receives:
+            buffer = torch.empty_like(tensor, device="cpu") if _staged(tensor, self.group) else tensor
+            self.arriving.append((tensor, buffer))
+            operations.append(self._operation(dist.irecv, buffer, index))
+        self.pending = dist.batch_isend_irecv(operations) if operations else []
+
+    def _operation(self, kind: Any, tensor: Tensor, index: int) -> dist.P2POp:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} that is not contiguous cannot be exchanged")
+        return dist.P2POp(kind, tensor, self.group.ranks[index], self.group.process_group)
+
+    def wait(self) -> None:
+        for work in self.pending:
+            work.wait()
+        for tensor, buffer in self.arriving:
+            if buffer is not tensor:
+                tensor.copy_(buffer)
+        self.pending, self.arriving = [], []
+
+
+def _staged(tensor: Tensor, group: Group) -> bool:
+    return tensor.is_cuda and dist.get_backend(group.process_group) == "gloo"
+
+
+def _outgoing(tensor: Tensor, group: Group) -> Tensor:
+    """The tensor where the group's backend can send it from."""
+    return tensor.cpu() if _staged(tensor, group) else tensor
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
@@ -47,12 +111,14 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return tensor
+    device = tensor.device
     rows, left_over = divmod(tensor.shape[0], group.size)
     if left_over:
         raise ValueError(f"{tensor.shape[0]} rows cannot be scattered over {group.size} ranks: pad them to a multiple")
     if dist.get_backend(group.process_group) == "gloo":
+        tensor = _outgoing(tensor, group)
         dist.all_reduce(tensor, group=group.process_group)
-        return tensor[group.rank * rows : (group.rank + 1) * rows].clone()
+        return tensor[group.rank * rows : (group.rank + 1) * rows].to(device, copy=True)
     scattered = torch.empty_like(tensor[:rows])
     _reduce_scatter(scattered, tensor.contiguous(), group=group.process_group)
     return scattered
