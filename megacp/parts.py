@@ -109,6 +109,10 @@ class ModelConfig(Part):
     """[left, right] neighbours seen; -1 is no limit"""
     softmax_scale: PositiveFloat | None = None
     """scale of the scores; None: 1/sqrt(kv_channels)"""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """attention sinks: off-by-one adds 1 to the softmax's denominator, learnable a weight per head"""
+    attn_logit_softcapping: PositiveFloat | None = None
+    """scores s become cap * tanh(s / cap)"""
     attention_backend: Literal["auto", "native", "transformer_engine"] = "auto"
     """attention code"""
 
@@ -149,8 +153,8 @@ class ParallelConfig(Part):
     """which axis varies fastest over ranks, left to right"""
     sequence_parallel: bool = False
     """norms and dropout cut along the sequence over tp ranks"""
-    cp_comm_type: str | list[str] = "p2p"
-    """context-parallel attention, one type or one per layer"""
+    cp_comm_type: str | list[str | list[str | int]] = "p2p"
+    """context-parallel attention: one type, one per layer, or runs of layers as in [[a2a, 4], [p2p, 8]]"""
     hierarchical_context_parallel_sizes: list[Positive] | None = None
     """a2a+p2p: sizes of the levels, inner to outer; product = context_parallel_size"""
     hybrid_context_parallel: bool = False
@@ -161,6 +165,29 @@ class ParallelConfig(Part):
     """auto: nccl where CUDA is"""
     distributed_timeout_minutes: Annotated[float, Field(ge=0.01, le=525_600)] = 10.0
     """a collective that takes longer is an error"""
+
+    def layer_comm_types(self, num_layers: int) -> list[str]:
+        """cp_comm_type of every layer. ValueError for a run that is not [type, layers] or a list of another length."""
+        given = self.cp_comm_type
+        if isinstance(given, str):
+            return [given] * num_layers
+        types: list[str] = []
+        for item in given:
+            match [item] if isinstance(item, str) else item:
+                case [str() as name]:
+                    types.append(name)
+                case [str() as name, int() as layers] if layers > 0:
+                    # A count far beyond the model is told by its sum below, not by a list of that length.
+                    types += [name] * min(layers, num_layers + 1)
+                case _:
+                    raise ValueError(f"{item} is not a run of layers: write it [type, layers], e.g. [a2a, 4]")
+        if len(types) != num_layers:
+            counted = sum(item[1] if isinstance(item, list) and len(item) == 2 else 1 for item in given)  # type: ignore[misc]
+            raise ValueError(
+                f"lists {counted} types for model.num_layers = {num_layers}: give {num_layers}, one per layer "
+                "or in runs as in [[a2a, 4], [p2p, 8]], or a single one"
+            )
+        return types
 
 
 class DataConfig(Part):

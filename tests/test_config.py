@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from megacp.config import Config, ConfigError, ModelConfig, load_config
+from megacp.config import Config, ConfigError, ModelConfig, ParallelConfig, load_config
 
 RIGHT = """\
 model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 1000}
@@ -301,3 +301,34 @@ def test_what_follows_from_other_values() -> None:
         **sizes, kv_channels=32, num_query_groups=2, ffn_hidden_size=100, make_vocab_size_divisible_by=1
     )
     assert (other.head_dim, other.kv_heads, other.ffn_size, other.padded_vocab_size) == (32, 2, 100, 1000)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a2a", ["a2a"] * 4),
+        (["p2p", "a2a", "p2p", "a2a+p2p"], ["p2p", "a2a", "p2p", "a2a+p2p"]),
+        ([["a2a", 1], ["p2p", 3]], ["a2a", "p2p", "p2p", "p2p"]),
+        (["all_gather", ["a2a", 2], "p2p"], ["all_gather", "a2a", "a2a", "p2p"]),
+    ],
+)
+def test_comm_type_of_every_layer(given: Any, expected: list[str]) -> None:
+    assert ParallelConfig(cp_comm_type=given).layer_comm_types(4) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([["a2a", 1], ["p2p", 4]], r"lists 5 types for model.num_layers = 4: give 4, .*\[\[a2a, 4\], \[p2p, 8\]\]"),
+        ([["p2p", 10**12]], "lists 1000000000000 types"),
+        ([], "lists 0 types"),
+        ([["p2p", 0], ["a2a", 4]], r"\['p2p', 0\] is not a run of layers"),
+        ([["p2p", -4]], r"\['p2p', -4\] is not a run of layers"),
+        ([[4, "p2p"]], r"\[4, 'p2p'\] is not a run of layers"),
+        ([[]], r"\[\] is not a run of layers"),
+        ([["p2p", 2, 2]], r"\['p2p', 2, 2\] is not a run of layers"),
+    ],
+)
+def test_comm_types_that_do_not_fit_the_layers(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(cp_comm_type=given).layer_comm_types(4)
