@@ -1,27 +1,25 @@
 """Attention over the keys at hand, with the log-sum-exp that lets partial results be merged, forward and backward.
 
-`Spans` say which rows see which; `forward` and `backward` compute, `merge_` joins results over different keys, `attend`
-is the differentiable whole. Tensors are flat over sequences and read in place, by stride: no sequence is copied first.
+`spans.Spans` say which rows see which; `forward` and `backward` compute, `merge_` joins results over different keys,
+`attend` is the differentiable whole. Tensors are flat over sequences and read in place, by stride, without a copy of a
+sequence.
 
 Legend: T query rows, S key rows, N query heads, K key/value heads (K divides N), D head width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megacp.attention.spans import Mask, Run, Spans
+
 _cpu_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _cpu_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-# The CPU kernel computes whole blocks of 512 keys along the diagonal. Halving a sequence skips most of what is masked
-# there; beyond 1024 rows that is worth no more than its extra passes over memory, below 128 the products get too small.
-SHORTEST_HALF, LONGEST_HALVED = 128, 1024
 
 
 class Gradients(NamedTuple):
@@ -30,102 +28,6 @@ class Gradients(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-
-
-class Run(NamedTuple):
-    """`count` spans of one shape, `q_step` and `k_step` rows apart: one call of a dense kernel.
-
-    Its results belong at row `part`, `part + part_step`, .. of the result of all spans.
-    """
-
-    count: int
-    q: int
-    q_length: int
-    q_step: int
-    k: int
-    k_length: int
-    k_step: int
-    part: int
-    part_step: int
-    causal: bool
-
-    def below_diagonal(self, half: int) -> Run:
-        """Second halves against first halves, once every sequence has been cut in stretches of `half` rows."""
-        return Run(
-            self.count * self.q_length // (2 * half),
-            *(self.q + half, half, 2 * half),
-            *(self.k, half, 2 * half),
-            *(self.part + half, 2 * half),
-            causal=False,
-        )
-
-    def halved(self) -> list[Run]:
-        """The same attention with less of the masked triangle computed: the diagonal, then what lies below it."""
-        half, below = self.q_length, []
-        together = self.count == 1 or (self.q_step == self.q_length and self.k_step == self.k_length)
-        if not (self.causal and together and self.q_length == self.k_length <= LONGEST_HALVED):
-            return [self]
-        while half % 2 == 0 and half // 2 >= SHORTEST_HALF:
-            half //= 2
-            below.append(self.below_diagonal(half))
-        count = self.count * self.q_length // half
-        diagonal = Run(count, self.q, half, half, self.k, half, half, self.part, half, True)
-        return [diagonal, *below[::-1]] if below else [self]
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Queries [q_starts[i], q_starts[i] + q_lengths[i]) see the keys given likewise, and no others.
-
-    With `causal`, query j of a span sees its keys 0..j, and a span has as many keys as queries. Spans do not overlap,
-    neither in queries nor in keys. None has length 0 in queries; one without keys gives 0 and log-sum-exp -inf.
-    """
-
-    q_starts: tuple[int, ...]
-    q_lengths: tuple[int, ...]
-    k_starts: tuple[int, ...]
-    k_lengths: tuple[int, ...]
-    causal: bool = False
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """Neighbours of one shape at one distance, joined."""
-        runs: list[Run] = []
-        parts = accumulate(self.q_lengths, initial=0)
-        spans = zip(self.q_starts, self.q_lengths, self.k_starts, self.k_lengths, parts, strict=False)
-        for q, q_length, k, k_length, part in spans:
-            last = runs[-1] if runs else None
-            if last and (last.q_length, last.k_length) == (q_length, k_length):
-                joined = last._replace(count=last.count + 1)
-                if last.count == 1:
-                    joined = joined._replace(q_step=q - last.q, k_step=k - last.k, part_step=q_length)
-                if (joined.q + last.count * joined.q_step, joined.k + last.count * joined.k_step) == (q, k):
-                    runs[-1] = joined
-                    continue
-            runs.append(Run(1, q, q_length, q_length, k, k_length, k_length, part, q_length, self.causal))
-        return tuple(runs)
-
-    @cached_property
-    def halved_runs(self) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-        """Runs that touch each query row once, and those that add to them."""
-        halved = [run.halved() for run in self.runs]
-        return tuple(runs[0] for runs in halved), tuple(run for runs in halved for run in runs[1:])
-
-
-@lru_cache(maxsize=256)
-def self_spans(lengths: tuple[int, ...], padded_lengths: tuple[int, ...], causal: bool) -> Spans:
-    """Every sequence of a whole pack attends to itself.
-
-    Padding ends a sequence: under a causal mask no real token sees it anyway; else its keys are cut off. A sequence of
-    padding alone sees itself, so that every row has a finite result.
-    """
-    starts = tuple(accumulate(padded_lengths, initial=0))
-    pack = [
-        (start, real, padded) for start, real, padded in zip(starts, lengths, padded_lengths, strict=False) if padded
-    ]
-    begin, room = tuple(start for start, _, _ in pack), tuple(padded for _, _, padded in pack)
-    keys = room if causal else tuple(real or padded for _, real, padded in pack)
-    return Spans(begin, room, begin, keys, causal)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -150,8 +52,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tupl
     The results are those of the queries of `spans`, one span after the other; rows between spans are left out.
     """
     if not any(spans.k_lengths):
-        rows, heads, width = sum(spans.q_lengths), q.shape[1], q.shape[2]
-        return q.new_zeros(rows, heads, width), q.new_full((heads, rows), -torch.inf, dtype=statistics_dtype(q.dtype))
+        shape = (spans.rows, *q.shape[1:])
+        return q.new_zeros(shape), q.new_full(shape[1::-1], -torch.inf, dtype=statistics_dtype(q.dtype))
     q, k, v = _readable(q), _readable(k), _readable(v)
     return _cuda_forward(q, k, v, spans, scale) if q.is_cuda else _cpu_forward(q, k, v, spans, scale)
 
@@ -183,6 +85,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
         out, lse = forward(q, k, v, spans, scale)
+        if not spans.covers(len(q)):
+            index = row_index(spans.q_starts, spans.q_lengths, q.device)
+            out = q.new_zeros(q.shape).index_copy_(0, index, out)
+            lse = lse.new_zeros(lse.shape[0], len(q)).index_copy_(1, index, lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spans, ctx.scale = spans, scale
         return out
@@ -195,7 +101,7 @@ class _Attend(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
-    """Differentiable attention over whole sequences at hand, [T, N, D]; `spans` must hold every row of q, in order."""
+    """Differentiable attention of q [T, N, D] over k, v [S, K, D]; rows outside the spans give 0."""
     return _Attend.apply(q, k, v, spans, scale)
 
 
@@ -221,31 +127,72 @@ def key_rows(run: Run, x: Tensor) -> Tensor:
     return _stretches(x, run.count, run.k, run.k_length, run.k_step)
 
 
+@lru_cache(maxsize=32)
+def _widest_band(rows: int, keys: int, low: int | None, high: int | None, dtype: torch.dtype) -> Tensor:
+    """[rows, keys]: 0 where query i sees key j, i + low <= j <= i + high, else -inf."""
+    ahead = torch.arange(keys) - torch.arange(rows)[:, None]
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if low is not None:
+        seen &= ahead >= low
+    if high is not None:
+        seen &= ahead <= high
+    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
+
+def _band(run: Run, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores of each span of the run, [q_length, k_length]; None where the kernel needs nothing.
+
+    Bands with the same limits are the same but for where they end, so those of many sizes share one. `dtype` is that of
+    the queries: an fp32 mask with fp64 queries is taken by the kernel, and misread.
+    """
+    if run.causal or (run.low is None and run.high is None):
+        return None
+    rows, keys = -(-run.q_length // 64) * 64, -(-run.k_length // 512) * 512
+    return _widest_band(rows, keys, run.low, run.high, dtype)[: run.q_length, : run.k_length]
+
+
 def _cpu_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> tuple[Tensor, Tensor]:
     """One run -> out [count, q_length, N, D], log-sum-exp [count, q_length, N]."""
     if not run.k_length:
         # The kernel divides by the number of key blocks: without keys it would kill the process.
         shape = (run.count, run.q_length, q.shape[1])
         return q.new_zeros(*shape, q.shape[2]), q.new_full(shape, -torch.inf, dtype=statistics_dtype(q.dtype))
-    operands = (query_rows(run, q), key_rows(run, k), key_rows(run, v))
-    out, lse = _cpu_forward_kernel(*(x.transpose(1, 2) for x in operands), 0.0, run.causal, scale=scale)
+    operands = (x.transpose(1, 2) for x in (query_rows(run, q), key_rows(run, k), key_rows(run, v)))
+    out, lse = _cpu_forward_kernel(*operands, 0.0, run.causal, attn_mask=_band(run, q.dtype), scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
+def _passes(spans: Spans, dtype: torch.dtype) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Low precision is not halved: each part of a result is rounded, and there should be few."""
+    return spans.halved_passes if dtype.itemsize >= 4 else spans.whole_passes
+
+
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-    # Partial results below fp32 are not merged: rounding would grow with the number of parts.
-    first, further = spans.halved_runs if q.dtype.itemsize >= 4 else (spans.runs, ())
+    first, further = _passes(spans, q.dtype)
     outs, statistics = zip(*(_cpu_run(q, k, v, run, scale) for run in first), strict=True)
     out, lse = _joined(outs), _joined(statistics)
+    total = out.to(lse.dtype) if further else out
     for run in further:
         place = (run.count, run.part, run.q_length, run.part_step)
-        merge_(_stretches(out, *place), _stretches(lse, *place), *_cpu_run(q, k, v, run, scale))
-    return out, lse.t()
+        merge_(_stretches(total, *place), _stretches(lse, *place), *_cpu_run(q, k, v, run, scale))
+    return total.to(q.dtype), lse.t()
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
     flat = [part.flatten(0, 1) for part in parts]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _is_whole(run: Run, q: Tensor, k: Tensor) -> bool:
+    """Has the run every row of q and of k, each once?"""
+    return (run.count * run.q_length, run.count * run.k_length) == (len(q), len(k)) and run.k_step >= run.k_length
+
+
+def _add_to_keys(run: Run, total: Tensor, share: Tensor) -> None:
+    """Add [count, k_length, ..] to the keys of a run, but not through a view that has a row twice: it loses shares."""
+    sets = run.apart()
+    for i, keys in enumerate(sets):
+        key_rows(keys, total).add_(share if len(sets) == 1 else share[i :: len(sets)])
 
 
 def _cpu_backward(
@@ -259,21 +206,26 @@ def _cpu_backward(
     scale: float,
     into: Gradients | None,
 ) -> Gradients:
-    first, further = spans.halved_runs if q.dtype.itemsize >= 4 else (spans.runs, ())
-    for run in (*first, *further):
-        if not run.k_length:
-            continue
+    first, further = _passes(spans, q.dtype)
+    runs = [part for run in (*first, *further) if run.k_length for part in run.groups(2 * len(k))]
+    given = into
+    # Sums of several shares are kept in fp32.
+    several = bool(further) or sum(run.count * run.k_length for run in runs) > len(k)
+    dtype = statistics_dtype(q.dtype) if several else q.dtype
+    for run in runs:
         views = (query_rows, query_rows, key_rows, key_rows, query_rows, query_rows)
         rows = [view(run, x).transpose(1, 2) for view, x in zip(views, (dout, q, k, v, out, lse), strict=True)]
-        shares = [share.transpose(1, 2) for share in _cpu_backward_kernel(*rows, 0.0, run.causal, scale=scale)]
-        if into is None and (run.count * run.q_length, run.count * run.k_length) == (len(q), len(k)):
-            into = Gradients(*(share.flatten(0, 1) for share in shares))
+        shares = _cpu_backward_kernel(*rows, 0.0, run.causal, attn_mask=_band(run, q.dtype), scale=scale)
+        dq, dk, dv = (share.transpose(1, 2) for share in shares)
+        if into is None and dtype == q.dtype and _is_whole(run, q, k):
+            into = Gradients(*(share.flatten(0, 1) for share in (dq, dk, dv)))
             continue
-        into = into or Gradients(*map(torch.zeros_like, (q, k, v)))
-        for total, share, view in zip(into, shares, views[1:4], strict=True):
-            view(run, total).add_(share)
+        into = into or Gradients(*(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)))
+        query_rows(run, into.q).add_(dq)
+        _add_to_keys(run, into.k, dk)
+        _add_to_keys(run, into.v, dv)
     assert into is not None
-    return into
+    return into if into is given else Gradients(*(total.to(q.dtype) for total in into))
 
 
 @lru_cache(maxsize=16)
@@ -289,30 +241,71 @@ def row_index(starts: tuple[int, ...], lengths: tuple[int, ...], device: torch.d
     return torch.cat(stretches).to(device)
 
 
-def _compact(starts: tuple[int, ...], lengths: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The stretches alone; the tensors themselves where nothing lies between them."""
-    if sum(lengths) == len(tensors[0]) and all(map(int.__eq__, starts, accumulate(lengths, initial=0))):
-        return tensors
-    index = row_index(starts, lengths, tensors[0].device)
-    return tuple(x.index_select(0, index) for x in tensors)
+class _Rows(NamedTuple):
+    """Stretches of rows, and whether they are all rows of a tensor, in its order."""
+
+    whole: bool
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def of(self, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """The stretches, one after the other; rows are dimension `dim`."""
+        if self.whole:
+            return tensors
+        index = row_index(self.starts, self.lengths, tensors[0].device)
+        return tuple(x.index_select(dim, index) for x in tensors)
+
+    def add_(self, total: Tensor, share: Tensor) -> None:
+        """Add to the stretches; rows that are in several get several shares."""
+        if self.whole:
+            total.add_(share)
+        else:
+            total.index_add_(0, row_index(self.starts, self.lengths, total.device), share.to(total.dtype))
 
 
-def _cuda_arguments(q: Tensor, spans: Spans) -> tuple[Any, ...]:
-    """cum_seq_q, cum_seq_k, max_q, max_k, dropout, causal of the variable-length flash kernels."""
+def _rows(spans: Spans, q: Tensor, k: Tensor) -> tuple[_Rows, _Rows]:
+    """Of the spans' queries and keys."""
+    queries = _Rows(spans.covers(len(q)), spans.q_starts, spans.q_lengths)
+    return queries, _Rows(spans.covers_keys(len(k)), spans.k_starts, spans.k_lengths)
+
+
+def _cuda_arguments(q: Tensor, spans: Spans, window: Mask) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """cum_seq_q, cum_seq_k, max_q, max_k, dropout, causal; and the window of the variable-length flash kernels."""
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] % 8 or q.shape[2] > 256:
         raise ValueError(
             f"flash attention on CUDA takes bfloat16 or float16 and a head width divisible by 8 up to 256, "
             f"got {q.dtype} and {q.shape[2]}"
         )
-    q_offsets, k_offsets = _offsets(spans.q_lengths, q.device), _offsets(spans.k_lengths, q.device)
-    return q_offsets, k_offsets, max(spans.q_lengths), max(spans.k_lengths), 0.0, spans.causal
+    max_q, max_k, limits = max(spans.q_lengths), max(spans.k_lengths), {}
+    if window.windowed:
+        # The kernel takes a limit of max_k or more for none, and where there is none on the right it puts max_k: wrong
+        # for spans with more queries than keys, unless max_k is larger. Nothing but a grid grows with it.
+        max_k = max(max_k, max_q)
+        left, right = (-1 if limit is None else limit for limit in window)
+        limits = {"window_size_left": left, "window_size_right": right}
+    offsets = _offsets(spans.q_lengths, q.device), _offsets(spans.k_lengths, q.device)
+    return (*offsets, max_q, max_k, 0.0, window == Mask(None, 0)), limits
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-    arguments = _cuda_arguments(q, spans)
-    (q,) = _compact(spans.q_starts, spans.q_lengths, q)
-    k, v = _compact(spans.k_starts, spans.k_lengths, k, v)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale)
+    if len(spans.by_window) == 1:
+        return _cuda_window(q, k, v, spans, spans.by_window[0].window, scale)
+    out = q.new_empty(spans.rows, *q.shape[1:])
+    lse = q.new_empty(q.shape[1], spans.rows, dtype=torch.float32)
+    for window, members, parts in spans.by_window:
+        part, part_lse = _cuda_window(q, k, v, members, window, scale)
+        index = row_index(parts, members.q_lengths, q.device)
+        out.index_copy_(0, index, part)
+        lse.index_copy_(1, index, part_lse)
+    return out, lse
+
+
+def _cuda_window(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    """`forward` of spans with one window."""
+    arguments, limits = _cuda_arguments(q, spans, window)
+    queries, keys = _rows(spans, q, k)
+    (q,), (k, v) = queries.of(q), keys.of(k, v)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale, **limits)
     if 0 in spans.k_lengths:
         lse.masked_fill_(lse == torch.inf, -torch.inf)  # the kernel's sign for a row without keys
     return out, lse
@@ -329,22 +322,23 @@ def _cuda_backward(
     scale: float,
     into: Gradients | None,
 ) -> Gradients:
-    arguments = _cuda_arguments(q, spans)
-    queries, keys = (spans.q_starts, spans.q_lengths), (spans.k_starts, spans.k_lengths)
-    whole = Gradients(q, k, v)
-    dout, q, out, lse = _compact(*queries, dout, q, out, lse)
-    k, v = _compact(*keys, k, v)
     # Without dropout the random state, of these shapes, is not read.
     state = [torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
-    shares = torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.t().contiguous(), *arguments, *state, scale=scale
-    )
-    if into is None and all(share.shape == x.shape for share, x in zip(shares, whole, strict=True)):
-        return Gradients(*shares)
-    into = into or Gradients(*map(torch.zeros_like, whole))
-    for total, share, rows in zip(into, shares, (queries, keys, keys), strict=True):
-        if len(share) == len(total):
-            total.add_(share)
-        else:
-            total.index_add_(0, row_index(*rows, total.device), share.to(total.dtype))
-    return into
+    total, several = into, len(spans.by_window) > 1 or sum(spans.k_lengths) > len(k)
+    for window, members, _ in spans.by_window:
+        arguments, limits = _cuda_arguments(q, members, window)
+        queries, keys = _rows(members, q, k)
+        (part_dout, part_q, part_out), (part_k, part_v) = queries.of(dout, q, out), keys.of(k, v)
+        (part_lse,) = queries.of(lse.t(), dim=1)
+        tensors = (part_dout, part_q, part_k, part_v, part_out, part_lse.contiguous())
+        shares = torch.ops.aten._flash_attention_backward(*tensors, *arguments, *state, scale=scale, **limits)
+        if total is None and queries.whole and keys.whole:
+            return Gradients(*shares)
+        if total is None:
+            # Sums of several shares are kept in fp32.
+            dtype = statistics_dtype(q.dtype) if several else q.dtype
+            total = Gradients(*(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)))
+        for rows, x, share in zip((queries, keys, keys), total, shares, strict=True):
+            rows.add_(x, share)
+    assert total is not None
+    return total if total is into else Gradients(*(x.to(q.dtype) for x in total))
