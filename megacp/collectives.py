@@ -41,7 +41,10 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
         return tensor
     sent = _outgoing(tensor.contiguous(), group)
     gathered = sent.new_empty(tensor.shape[0] * group.size, *tensor.shape[1:])
-    _all_gather(gathered, sent, group=group.process_group)
+    gathered.chunk(group.size)[group.rank].copy_(sent)
+    for work in start_gather(gathered, group):
+        if work is not None:
+            work.wait()
     return gathered.to(tensor.device)
 
 

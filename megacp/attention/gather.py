@@ -1,0 +1,113 @@
+"""`all_gather`: every rank fetches the keys and values of all ranks, its own queries attend to those they see.
+
+As in the context parallelism of Llama 3 (Grattafiori et al. 2024). One collective and no partial results to merge, for
+the memory of all keys and values of one layer: they are gathered again in backward, not kept in between, so that a deep
+model holds them once. Gradients of keys and values are summed over ranks in fp32 (fp64).
+
+Legend: S tokens of the whole pack, T of this rank, N query heads, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacp.attention import kernels, partial
+from megacp.attention.kernels import Gradients, attend, statistics_dtype
+from megacp.attention.order import Order, zigzag
+from megacp.attention.spans import Mask, Spans, self_spans, span
+from megacp.batch import PackedSeqParams
+from megacp.collectives import all_gather, all_to_all
+from megacp.config import ModelConfig
+from megacp.grid import Group
+
+
+@lru_cache(maxsize=1024)
+def prefix_spans(lengths: tuple[int, ...], padded_lengths: tuple[int, ...], rank: int, size: int, mask: Mask) -> Spans:
+    """Both halves of each sequence of `rank` (of `size`) against those keys of the whole pack that they see.
+
+    Padding ends a sequence, so without a look ahead no real token sees it; else its keys are cut off. A sequence of
+    padding alone sees itself, so that every row has a finite result.
+    """
+    found, row, start = [], 0, 0
+    for length, padded in zip(lengths, padded_lengths, strict=True):
+        half = padded // (2 * size)
+        keys = padded if mask.right == 0 else length or padded
+        for first, position in ((row, rank * half), (row + half, padded - (rank + 1) * half)):
+            found.append(span(first, half, position, start, keys, 0, mask))
+        row, start = row + 2 * half, start + padded
+    return Spans(tuple(part for part in found if part))
+
+
+def gathered(k: Tensor, v: Tensor, order: Order, cp: Group) -> tuple[Tensor, Tensor]:
+    """k and v [T, K, D] of this rank -> those of the whole pack [S, K, D], in its order; slices of one tensor."""
+    rows = all_gather(torch.cat((k, v), dim=1), cp)
+    keys, values = rows.index_select(0, order.by_pack).chunk(2, dim=1)
+    return keys, values
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, order: Order, cp: Group, scale: float
+    ) -> Tensor:
+        part, part_lse = kernels.forward(q, *gathered(k, v, order, cp), spans, scale)
+        out, lse = partial.whole(part, part_lse.t(), spans, len(q))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout = spans, order, cp, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors  # recomputation hands them out once
+        dq, shares = _shares(dout, q, k, v, out, lse, *ctx.layout)
+        # On gloo this costs two thirds of an all-reduce; the order of the sum is the same in every run.
+        dk, dv = all_to_all(shares, ctx.layout[2]).sum(0).chunk(2, dim=1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _shares(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    order: Order,
+    cp: Group,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """dq [T, N, D], and what own queries add to the gradients of each rank's keys and values, [size, T, 2K, D]."""
+    keys, values = gathered(k, v, order, cp)
+    dtype = statistics_dtype(q.dtype)
+    dq, dkv = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(len(keys), 2 * k.shape[1], k.shape[2], dtype=dtype)
+    dk, dv = dkv.chunk(2, dim=1)
+    kernels.backward(dout, q, keys, values, out, lse.t(), spans, scale, Gradients(dq, dk, dv))
+    return dq, dkv.index_select(0, order.by_rank).unflatten(0, (cp.size, -1))
+
+
+class GatherAttention(torch.nn.Module):
+    """Attention of one layer by `all_gather`; without a partner plain attention over whole sequences."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.mask = Mask.of(model)
+        self.scale = model.softmax_scale or model.head_dim**-0.5
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams, cp: Group) -> Tensor:
+        total = sum(packed.padded_lengths)
+        if total != len(q) * cp.size or len(k) != len(q):
+            raise ValueError(
+                f"a pack of {total} tokens over {cp.size} ranks does not lie in {len(q)} queries and {len(k)} keys a "
+                f"rank"
+            )
+        lengths = packed.lengths, packed.padded_lengths
+        if cp.size == 1 or not len(q):
+            return attend(q, k, v, self_spans(*lengths, self.mask), self.scale)
+        order = zigzag(packed.padded_lengths, cp.size, q.device)
+        return _Gather.apply(q, k, v, prefix_spans(*lengths, cp.rank, cp.size, self.mask), order, cp, self.scale)
