@@ -152,12 +152,13 @@ def _backward(
     """
     dtype = statistics_dtype(q.dtype)
     dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(2, *k.shape, dtype=dtype)
-    kv, spare, share, arriving = torch.stack((k, v)), k.new_empty(2, *k.shape), home, home
+    kv, share, arriving = torch.stack((k, v)), home, home
     own, exchange = own_block(pack, group.rank, mask), Exchange(group)
     for number in range(group.size + 1):
-        pairs = []
+        pairs, incoming = [], home
         if number < group.size - 1:
-            pairs.append((kv, spare))
+            incoming = torch.empty_like(kv)
+            pairs.append((kv, incoming))
         if number > 1:
             arriving = torch.empty_like(home)
             pairs.append((share, arriving))
@@ -171,7 +172,8 @@ def _backward(
         exchange.wait()
         if number > 1:
             total += arriving
-        kv, spare, share = spare, kv, total
+        # Of the keys that travel two lots live at most, at the end none.
+        kv, share = incoming, total
     return dq, home[0], home[1]
 
 

@@ -43,7 +43,7 @@ def to_tokens(parts: Sequence[Tensor], order: Order, inner: Group) -> tuple[Tens
     for part, place in zip(parts, sent.split(widths, dim=1), strict=True):
         torch.index_select(part, 0, order.by_rank, out=place)
     received = all_to_all(sent.unflatten(0, (inner.size, -1)), inner)  # [P, T, heads, D]
-    del sent
+    del sent, place  # the loop's last view holds it too
     return tuple(part.transpose(0, 1).flatten(1, 2) for part in received.split(widths, dim=2))
 
 
