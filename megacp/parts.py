@@ -55,7 +55,7 @@ class RopeScaling(Part):
 class ModelConfig(Part):
     """The mathematics of the model; nothing here depends on the layout."""
 
-    num_layers: Positive
+    num_layers: Annotated[int, Field(gt=0, le=2**16)]
     """transformer layers"""
     hidden_size: Positive
     """width of the residual stream"""
@@ -206,7 +206,7 @@ class DataConfig(Part):
     data_cache_path: str | None = None
     """folder of cached indices; None: beside the data"""
     seq_length: Positive
-    """tokens of a pretraining sample"""
+    """tokens of a pretraining sample, the most in a pack of conversations"""
     tokenizer_type: Literal["ByteLevelTokenizer", "SentencePieceTokenizer", "HuggingFaceTokenizer"] = (
         "SentencePieceTokenizer"
     )
@@ -217,6 +217,12 @@ class DataConfig(Part):
     """documents of a sample do not see each other (reset_attention_mask + reset_position_ids)"""
     eod_mask_loss: bool = False
     """the last token of a document predicts nothing"""
+    sft: bool = False
+    """fine-tune on conversations: each prefix has a _loss_mask pair beside it, as tools/prepare_sft.py writes them"""
+    sft_packing: bool = True
+    """sft: as many conversations in a sample as fit; else one"""
+    pack_multiple: Positive = 16
+    """sft: a conversation takes up room in a pack in multiples of this, whatever the layout"""
     verify_peers: bool = False
     """check every step that ranks of one dp rank hold the same sample"""
     num_workers: Annotated[int, Field(ge=0, le=1)] = 1
@@ -273,6 +279,8 @@ class TrainConfig(Part):
     """steps of the whole run"""
     seed: Seed = 1234
     """seed of weights, sample order and dropout"""
+    init_from: str | None = None
+    """folder of a Hugging Face model whose weights a new run begins with"""
     params_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """dtype of weights and math"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from megacp import checkpoint
 from megacp.blocks import shard_of
-from megacp.config import CheckpointConfig, Config, ConfigError, ModelConfig
+from megacp.config import CheckpointConfig, Config, ConfigError, DataConfig, ModelConfig
 from megacp.data.pretrain import Dataset
+from megacp.data.sft import SFTDataset
 from megacp.log import Log
 from megacp.step import Progress, Run
 
@@ -61,16 +62,15 @@ def find_start(config: Config) -> Start:
     for key, place in places.items():
         if place is None:
             continue
+        anew = key == "load" and c.finetune and not rolls_back
         try:
-            start = read_start(place, config.model)
+            return read_start(place, config, anew)
         except FileNotFoundError as error:
             if key == "load" and c.load != c.save:
                 raise ConfigError(f"checkpoint.load: {error}") from None
             continue
         except (ValueError, OSError) as error:
             raise ConfigError(f"checkpoint.{key}: {error}") from None
-        anew = key == "load" and c.finetune and not rolls_back
-        return Start(start.folder, weights_only=True) if anew else start
     return Start()
 
 
@@ -85,12 +85,17 @@ def is_rollback(c: CheckpointConfig) -> bool:
     return before is None or Path(before).resolve() != Path(c.load).resolve()
 
 
-def read_start(place: str, model: ModelConfig) -> Start:
-    """The checkpoint in `place`; ValueError if it is not one of `model`."""
+def read_start(place: str, config: Config, anew: bool = False) -> Start:
+    """The checkpoint in `place`, of which a run that begins `anew` takes the weights alone.
+
+    ValueError if it is of another model, or of packs that do not go on.
+    """
+    model = config.model
     folder = checkpoint.find(place)
     meta = checkpoint.read_meta(folder)
     try:
         progress, saved = Progress(**meta["progress"]), ModelConfig.model_validate(meta["config"]["model"])
+        data = dict(meta["config"].get("data", {}))
         counts = [*asdict(progress).values(), meta["optimizer"]["step"]]
         if not isinstance(meta["sample_order"], str) or any(type(n) is not int or n < 0 for n in counts):
             raise ValueError(f"its counts are {counts}")
@@ -101,7 +106,20 @@ def read_start(place: str, model: ModelConfig) -> Start:
         theirs, ours = getattr(saved, name), getattr(model, name)
         if theirs != ours:
             raise ValueError(f"{folder} is of another model: {name} is {theirs} there, {ours} in the configuration")
+    if anew:
+        return Start(folder, weights_only=True)
+    check_packs(folder, data, config.data)
     return Start(folder, progress)
+
+
+def check_packs(folder: Path, saved: dict, data: DataConfig) -> None:
+    """ValueError where conversations were packed by another multiple: the number of packs done means nothing then."""
+    theirs = saved.get("pack_multiple")
+    if data.sft and saved.get("sft") and theirs != data.pack_multiple:
+        raise ValueError(
+            f"{folder} was trained on packs with data.pack_multiple = {theirs}, not {data.pack_multiple}: set it to "
+            f"{theirs} to go on, or begin anew with its weights by checkpoint.load and checkpoint.finetune=true"
+        )
 
 
 def agree(start: Start) -> None:
@@ -164,7 +182,12 @@ def save(run: Run, writer: Log) -> None:
 
 
 def sample_order(data: Dataset) -> str:
-    """A hash of the first samples. Seed, files and split change it; train_iters where it changes the epochs."""
+    """A hash of the first samples. Seed, files and split change it; train_iters where it changes the epochs.
+
+    Packs of another plan may begin alike, but that plan has a hash of its own.
+    """
+    if isinstance(data, SFTDataset):
+        return data.order()[:16]
     digest = hashlib.sha256()
     for i in range(min(8, len(data))):
         digest.update(data.row(i).tokens.tobytes())

@@ -74,6 +74,9 @@ def build(
 ) -> Run:
     """Grid, model and optimizer as they stand before the first step; without `draw` the weights are to be loaded."""
     grid = Grid.create(config.parallel)
+    if config.model.attention_dropout:
+        # TransformerEngine's, the only dropout with a state of its own: by default it is the same on all ranks.
+        torch.cuda.manual_seed(config.train.seed + grid.rank)
     model = GPT(config.model, config.parallel, config.train, grid, str(device), draw=draw)
     optimizer = ShardedAdam(model.parameters(), config.optimizer, grid)
     return Run(config, grid, device, model, optimizer, lr_schedule(config), train_data, valid_data, test_data)
@@ -107,7 +110,7 @@ def make_loader(run: Run, data: Dataset, consumed_samples: int) -> Loader:
         cp=grid.cp.size,
         tp=grid.tp.size,
         sequence_parallel=config.parallel.sequence_parallel,
-        mask_between_documents=config.data.mask_between_documents,
+        mask_between_documents=config.data.mask_between_documents or config.data.sft,
         eod_mask_loss=config.data.eod_mask_loss,
     )
     return Loader(

@@ -10,32 +10,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megacp.support_data import DATA_RULES, FILE_RULES, Problems, Rule, any_of
+from megacp.support_attention import ATTENTION_RULES
+from megacp.support_backend import BACKEND_RULES, cpu_problems, cuda_problems
+from megacp.support_data import DATA_RULES, FILE_RULES, Problems, Rule, any_of, divisors_near, multiples_near
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def first_problem(config: Any, world_size: int | None, check_files: bool = True) -> str | None:
     """The first line any rule has about `config`, or None. `check_files=False` leaves the disk alone."""
     rules = RULES + FILE_RULES if check_files else RULES
     return next((problem for rule in rules for problem in rule(config, world_size)), None)
-
-
-# --- numbers in messages
-
-
-def _divisors_near(number: int, wanted: int) -> str:
-    """The divisors of `number` closest to `wanted`, at most four, in ascending order."""
-    small = [n for n in range(1, min(math.isqrt(number), 100_000) + 1) if number % n == 0]
-    divisors = {*small, *(number // n for n in small)}
-    return any_of(sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:4]))
-
-
-def _multiples_near(step: int, wanted: int) -> str:
-    """The positive multiples of `step` around `wanted`."""
-    below = wanted // step * step
-    return any_of(n for n in (below, below + step) if n > 0)
 
 
 # --- the grid
@@ -54,11 +39,11 @@ def world_size_is_a_multiple(config: Any, world_size: int | None) -> Problems:
     ranks = math.prod(sizes)
     if world_size is None or world_size % ranks == 0:
         return
-    ways = [f"start {_multiples_near(ranks, world_size)} processes"]
+    ways = [f"start {multiples_near(ranks, world_size)} processes"]
     for name, size in zip(names, sizes, strict=True):
         others = ranks // size
         if size > 1 and world_size % others == 0:
-            ways.append(f"set parallel.{name} to {_divisors_near(world_size // others, size)}")
+            ways.append(f"set parallel.{name} to {divisors_near(world_size // others, size)}")
     factors = "*".join(map(str, sizes))
     yield (
         f"world size {world_size} must be tp*cp*pp*dp, a multiple of tp*cp*pp = {factors} = {ranks}: "
@@ -93,10 +78,10 @@ def tensor_parallel_divides(config: Any, world_size: int | None) -> Problems:
     }
     padded, multiple = m.padded_vocab_size, m.make_vocab_size_divisible_by
     rule = f"parallel.tensor_model_parallel_size = {tp} must divide"
-    allowed = _divisors_near(math.gcd(padded, *cut.values()), tp)
+    allowed = divisors_near(math.gcd(padded, *cut.values()), tp)
     for name, number in cut.items():
         if number % tp:
-            yield f"{rule} {name} = {number}: use {allowed}, or {name} = {_multiples_near(tp, number)}"
+            yield f"{rule} {name} = {number}: use {allowed}, or {name} = {multiples_near(tp, number)}"
     if padded % tp:
         yield (
             f"{rule} the padded vocabulary = {padded} (model.vocab_size = {m.vocab_size} up to a multiple of "
@@ -114,12 +99,13 @@ def sequence_parallel_needs_tensor_parallel(config: Any, world_size: int | None)
 
 
 def sequence_splits_in_chunks(config: Any, world_size: int | None) -> Problems:
-    """Two chunks per rank; masked documents are sequences of their own, which data/ pads."""
-    length, cp = config.data.seq_length, config.parallel.context_parallel_size
-    if length % (2 * cp) and not config.data.mask_between_documents:
+    """Two chunks per rank; masked documents and conversations are sequences of their own, which data/ pads."""
+    data, cp = config.data, config.parallel.context_parallel_size
+    length = data.seq_length
+    if length % (2 * cp) and not (data.mask_between_documents or data.sft):
         yield (
             f"data.seq_length = {length} must be a multiple of 2 * parallel.context_parallel_size = 2*{cp} = "
-            f"{2 * cp}: use {_multiples_near(2 * cp, length)}"
+            f"{2 * cp}: use {multiples_near(2 * cp, length)}"
         )
 
 
@@ -129,51 +115,8 @@ def global_batch_splits(config: Any, world_size: int | None) -> Problems:
     if total % (micro * dp) and not config.parallel.hybrid_context_parallel:
         yield (
             f"train.global_batch_size = {total} must be a multiple of train.micro_batch_size * data parallel "
-            f"size = {micro}*{dp} = {micro * dp}: use {_multiples_near(micro * dp, total)}"
+            f"size = {micro}*{dp} = {micro * dp}: use {multiples_near(micro * dp, total)}"
         )
-
-
-def _comm_types(config: Any) -> list[str]:
-    types = config.parallel.cp_comm_type
-    return types if isinstance(types, list) else [types]
-
-
-def comm_types_are_known(config: Any, world_size: int | None) -> Problems:
-    types, layers = config.parallel.cp_comm_type, config.model.num_layers
-    if isinstance(types, list) and len(types) != layers:
-        yield (
-            f"parallel.cp_comm_type lists {len(types)} types for model.num_layers = {layers}: "
-            f"give {layers}, one per layer, or a single one"
-        )
-    for name in _comm_types(config):
-        if name not in COMM_TYPES:
-            yield f"parallel.cp_comm_type = {name} is not known: use {any_of(COMM_TYPES)}"
-
-
-def hierarchy_multiplies_to_cp(config: Any, world_size: int | None) -> Problems:
-    sizes, cp = config.parallel.hierarchical_context_parallel_sizes, config.parallel.context_parallel_size
-    name, wanted = "parallel.hierarchical_context_parallel_sizes", "a2a+p2p" in _comm_types(config)
-    inner = 2 if cp % 2 == 0 else 1
-    if sizes and not wanted:
-        types = config.parallel.cp_comm_type
-        yield f"{name} = {sizes} needs parallel.cp_comm_type a2a+p2p, not {types}: leave it out"
-    elif wanted and math.prod(sizes or [1]) != cp:
-        yield (
-            f"{name} = {sizes or 'None'} must multiply to parallel.context_parallel_size = {cp}: "
-            f"use, inner to outer, e.g. [{inner}, {cp // inner}]"
-        )
-
-
-def ulysses_splits_heads(config: Any, world_size: int | None) -> Problems:
-    p, types = config.parallel, _comm_types(config)
-    heads = config.model.num_attention_heads // p.tensor_model_parallel_size
-    sizes = p.hierarchical_context_parallel_sizes or [1]
-    for name, ranks in {"a2a": p.context_parallel_size, "a2a+p2p": sizes[0]}.items():
-        if name in types and heads % ranks:
-            yield (
-                f"parallel.cp_comm_type {name} cuts heads/tp = {heads} heads over {ranks} ranks, which must "
-                f"divide them: use {_divisors_near(heads, ranks)}, or p2p"
-            )
 
 
 def hybrid_needs_room(config: Any, world_size: int | None) -> Problems:
@@ -194,30 +137,10 @@ def device_fits(config: Any, world_size: int | None) -> Problems:
     device = config.train.device
     if config.train.params_dtype == "float64" and device != "cpu":
         yield f"train.params_dtype float64 needs train.device cpu, not {device}: set cpu, or use float32"
-    if device == "cuda":
-        yield from cuda_problems(config)
+    if device != "auto":
+        yield from cuda_problems(config) if device == "cuda" else cpu_problems(config)
     if config.parallel.distributed_backend == "nccl" and device == "cpu":
         yield "parallel.distributed_backend nccl needs GPUs, but train.device = cpu: use gloo or auto"
-
-
-def cuda_problems(config: Any) -> Problems:
-    """What does not run on GPUs; for train.device = auto asked once it is known that there are some."""
-    dtype, head, native = (
-        config.train.params_dtype,
-        config.model.head_dim,
-        config.model.attention_backend != "transformer_engine",
-    )
-    if native and dtype != "bfloat16":
-        yield (
-            f"train.params_dtype = {dtype} on GPUs: flash attention takes bfloat16 there; use it, or train.device=cpu"
-        )
-    if native and (head % 8 or head > 256):
-        yield (
-            f"model.kv_channels = {head} on GPUs: flash attention takes multiples of 8 up to 256; "
-            f"use {_multiples_near(8, min(head, 256))}, or train.device=cpu"
-        )
-    if config.parallel.distributed_backend == "gloo" and config.parallel.context_parallel_size > 1:
-        yield "parallel.distributed_backend = gloo with p2p on GPUs: gloo sends host memory only; use nccl or auto"
 
 
 # --- the model
@@ -228,7 +151,7 @@ def heads_fill_hidden(config: Any, world_size: int | None) -> Problems:
     if config.model.kv_channels is None and hidden % heads:
         yield (
             f"model.hidden_size = {hidden} must be a multiple of model.num_attention_heads = {heads}: "
-            f"use {_multiples_near(heads, hidden)}, or {_divisors_near(hidden, heads)} heads, "
+            f"use {multiples_near(heads, hidden)}, or {divisors_near(hidden, heads)} heads, "
             "or set model.kv_channels"
         )
 
@@ -238,7 +161,7 @@ def query_groups_divide_heads(config: Any, world_size: int | None) -> Problems:
     if heads % groups:
         yield (
             f"model.num_query_groups = {groups} must divide model.num_attention_heads = {heads}: "
-            f"use {_divisors_near(heads, groups)}"
+            f"use {divisors_near(heads, groups)}"
         )
 
 
@@ -246,7 +169,7 @@ def rotary_width_is_even(config: Any, world_size: int | None) -> Problems:
     """Rotary channels come in pairs."""
     m, head = config.model, config.model.head_dim
     if m.position_embedding_type == "rope" and head % 2:
-        yield f"heads of an odd width, kv_channels = {head}, cannot be rotated: use {_multiples_near(2, head)}"
+        yield f"heads of an odd width, kv_channels = {head}, cannot be rotated: use {multiples_near(2, head)}"
         return
     width = m.rotary_percent * head
     even = round(width / 2) > 0 and math.isclose(width, 2 * round(width / 2), rel_tol=1e-6)
@@ -295,15 +218,6 @@ def learned_positions_reach(config: Any, world_size: int | None) -> Problems:
 def activation_is_one(config: Any, world_size: int | None) -> Problems:
     if config.model.swiglu and config.model.openai_gelu:
         yield "model.swiglu and model.openai_gelu are both true, an MLP has one activation: set one to false"
-
-
-def attention_has_no_dropout(config: Any, world_size: int | None) -> Problems:
-    dropout, backend = config.model.attention_dropout, config.model.attention_backend
-    if dropout > 0 and backend != "transformer_engine":
-        yield (
-            f"model.attention_dropout = {dropout:g} with model.attention_backend {backend}, whose flash "
-            "kernels have no dropout: set it to 0 and use model.hidden_dropout"
-        )
 
 
 # --- the optimizer
@@ -423,9 +337,7 @@ NOT_BUILT: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("parallel.expert_model_parallel_size", (1,), "set it to 1"),
     ("parallel.expert_tensor_parallel_size", (None,), "leave it out"),
     ("parallel.hybrid_context_parallel", (False,), "set it to false"),
-    ("parallel.cp_comm_type", ("p2p",), "use p2p"),
-    ("model.attention_backend", ("auto", "native"), "use auto or native"),
-    ("model.window_size", (None, [-1, -1]), "leave it out"),
+    ("train.init_from", (None,), "leave it out"),
 )
 
 
@@ -433,14 +345,12 @@ def not_built_yet(config: Any, world_size: int | None) -> Problems:
     for name, working, instead in NOT_BUILT:
         part, key = name.split(".")
         value = getattr(getattr(config, part), key)
-        asked = _comm_types(config) if key == "cp_comm_type" else [value]
-        if any(item not in working for item in asked):
+        if value not in working:
             yield f"{name} = {value} is not supported yet: {instead}"
 
 
 # What is not built is told early: nothing else about such a config matters.
 RULES: tuple[Rule, ...] = (
-    comm_types_are_known,
     not_built_yet,
     heads_fill_hidden,
     query_groups_divide_heads,
@@ -448,15 +358,14 @@ RULES: tuple[Rule, ...] = (
     rope_scaling_stretches,
     learned_positions_reach,
     activation_is_one,
-    attention_has_no_dropout,
     world_size_is_a_multiple,
     order_names_every_axis,
     tensor_parallel_divides,
     sequence_parallel_needs_tensor_parallel,
     sequence_splits_in_chunks,
     global_batch_splits,
-    hierarchy_multiplies_to_cp,
-    ulysses_splits_heads,
+    *ATTENTION_RULES,
+    *BACKEND_RULES,
     hybrid_needs_room,
     device_fits,
     learning_rates_are_ordered,

@@ -25,10 +25,27 @@ TOKEN_DTYPES = {
 }
 
 
+# What stands after a prefix in the name of its loss mask.
+MASK_SUFFIX = "_loss_mask"
+
+
 def any_of(values: Iterable[object]) -> str:
     """`1, 3 or 9`."""
     *head, last = map(str, values)
     return f"{', '.join(head)} or {last}" if head else last
+
+
+def divisors_near(number: int, wanted: int, step: int = 1) -> str:
+    """The divisors of `number` that `step` divides, the closest to `wanted`, at most four, in ascending order."""
+    small = [n for n in range(1, min(math.isqrt(number), 100_000) + 1) if number % n == 0]
+    divisors = {n for n in (*small, *(number // n for n in small)) if n % step == 0}
+    return any_of(sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:4]))
+
+
+def multiples_near(step: int, wanted: int) -> str:
+    """The positive multiples of `step` around `wanted`."""
+    below = wanted // step * step
+    return any_of(n for n in (below, below + step) if n > 0)
 
 
 def _blends(data: Any) -> dict[str, list[str | float]]:
@@ -104,6 +121,55 @@ def evaluation_has_data(config: Any, world_size: int | None) -> Problems:
         yield f"{needs} validation data, but data.split = {data.split} has none: use e.g. 969,30,1, {off}"
 
 
+# --- conversations
+
+
+def sft_has_its_own_masks(config: Any, world_size: int | None) -> Problems:
+    """What makes documents of a pretraining sample apart does nothing for conversations, which are apart always."""
+    data = config.data
+    for name in ("mask_between_documents", "eod_mask_loss"):
+        if data.sft and getattr(data, name):
+            yield (
+                f"data.{name} and data.sft are both true: conversations of a pack never see each other, and the loss "
+                f"mask says what is taught; set {name} to false"
+            )
+
+
+def sft_takes_no_weights(config: Any, world_size: int | None) -> Problems:
+    for name, blend in _blends(config.data).items():
+        if config.data.sft and len(_prefixes(blend)) < len(blend):
+            yield (
+                f"{name} = {blend} has weights, which data.sft does not know, as all conversations are packed "
+                f"together: give prefixes only, e.g. {_prefixes(blend)}"
+            )
+
+
+def packs_are_of_multiples(config: Any, world_size: int | None) -> Problems:
+    """Packs are the same on any layout: a conversation's room must do for the padding of 2*cp chunks."""
+    data, step = config.data, 2 * config.parallel.context_parallel_size
+    length, multiple = data.seq_length, data.pack_multiple
+    if not data.sft or not data.sft_packing:
+        return
+    if multiple % step:
+        near = multiples_near(step, multiple) if length % step else divisors_near(length, multiple, step)
+        yield (
+            f"data.pack_multiple = {multiple} must be a multiple of 2 * parallel.context_parallel_size = 2*{step // 2} "
+            f"= {step}: use {near} (packs depend on it, so keep it over all layouts of a run)"
+        )
+    elif length % multiple:
+        yield (
+            f"data.seq_length = {length} must be a multiple of data.pack_multiple = {multiple}: use "
+            f"{multiples_near(multiple, length)}"
+        )
+
+
+def packing_is_of_conversations(config: Any, world_size: int | None) -> Problems:
+    data = config.data
+    for name in ("sft_packing", "pack_multiple"):
+        if not data.sft and name in data.model_fields_set:
+            yield f"data.{name} = {getattr(data, name)} does nothing without data.sft: set that true, or leave it out"
+
+
 # --- files
 
 
@@ -115,22 +181,49 @@ def _closest(path: Path, there: Iterable[Path]) -> str:
 
 
 def data_files_exist(config: Any, world_size: int | None) -> Problems:
+    tool = "tools/prepare_sft.py" if config.data.sft else "tools/preprocess_data.py"
     for name, blend in _blends(config.data).items():
         for path in (prefix + ending for prefix in _prefixes(blend) for ending in (".idx", ".bin")):
             if not Path(path).is_file():
-                yield f"{name}: {path} does not exist; {_instead(path[:-4])}"
+                yield f"{name}: {path} does not exist; {_instead(path[:-4], tool)}"
 
 
-def _instead(prefix: str) -> str:
+def loss_masks_exist(config: Any, world_size: int | None) -> Problems:
+    """And are of as many conversations: bytes 18 to 25 of an index; that all lengths agree is seen when it is read."""
+    for prefix in (prefix for blend in _blends(config.data).values() for prefix in _prefixes(blend)):
+        if not config.data.sft:
+            return
+        mask = prefix + MASK_SUFFIX
+        missing = [path for path in (mask + ".idx", mask + ".bin") if not Path(path).is_file()]
+        if missing:
+            yield (
+                f"data.sft needs {missing[0]}, the loss mask of {prefix}: make both with tools/prepare_sft.py, or set "
+                "data.sft to false"
+            )
+            continue
+        counts = [_sequences(path + ".idx") for path in (prefix, mask)]
+        if counts[0] != counts[1]:
+            yield (
+                f"{prefix} has {counts[0]} conversations, {mask} {counts[1]}: write both anew with tools/prepare_sft.py"
+            )
+
+
+def _sequences(path: str) -> int:
+    with open(path, "rb") as file:
+        header = file.read(26)
+    return int.from_bytes(header[18:], "little")
+
+
+def _instead(prefix: str, tool: str) -> str:
     """What to write for a prefix that leads nowhere; looks at no more than a thousand files."""
     path = Path(prefix)
     if path.suffix in (".bin", ".idx") and path.is_file():
         return f"give the prefix without its ending: {path.with_suffix('')}"
     if not path.parent.is_dir():
-        return f"there is no folder {path.parent}: make the data with tools/preprocess_data.py"
+        return f"there is no folder {path.parent}: make the data with {tool}"
     there = [found.with_suffix("") for found in itertools.islice(path.parent.glob("*.idx"), 1000)]
     known = f"{path.parent} holds {', '.join(map(str, sorted(there)[:3]))}" if there else "make it"
-    return _closest(path, there) or f"{known}; tools/preprocess_data.py makes such files"
+    return _closest(path, there) or f"{known}; {tool} makes such files"
 
 
 def token_dtype_holds_vocabulary(config: Any, world_size: int | None) -> Problems:
@@ -163,5 +256,17 @@ def named_files_exist(config: Any, world_size: int | None) -> Problems:
         yield f"checkpoint.load: there is no folder {load}; leave it out to resume from checkpoint.save"
 
 
-DATA_RULES: tuple[Rule, ...] = (data_is_given_once, blends_are_well_formed, split_is_shares, evaluation_has_data)
-FILE_RULES: tuple[Rule, ...] = (data_files_exist, token_dtype_holds_vocabulary, named_files_exist)
+SFT_RULES: tuple[Rule, ...] = (
+    sft_has_its_own_masks,
+    sft_takes_no_weights,
+    packs_are_of_multiples,
+    packing_is_of_conversations,
+)
+DATA_RULES: tuple[Rule, ...] = (
+    data_is_given_once,
+    blends_are_well_formed,
+    split_is_shares,
+    evaluation_has_data,
+    *SFT_RULES,
+)
+FILE_RULES: tuple[Rule, ...] = (data_files_exist, token_dtype_holds_vocabulary, loss_masks_exist, named_files_exist)

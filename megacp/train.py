@@ -33,15 +33,18 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megacp import log, support
+from megacp import log
+from megacp.attention import te
 from megacp.blocks import shard_of
 from megacp.collectives import all_reduce
 from megacp.config import Config, ConfigError, load_config
 from megacp.data.pretrain import Dataset, build_datasets, parse_split
+from megacp.data.sft import build_sft_datasets
 from megacp.data.tokenizer import build_tokenizer
 from megacp.grid import Grid, world_map
 from megacp.start import agree, find_start, resume, save
 from megacp.step import Progress, Run, Step, build, evaluate, make_loader, train_step
+from megacp.support_backend import backend_for, cpu_problems, cuda_problems
 
 MISTAKE = 2
 INTERRUPTED = 130
@@ -102,6 +105,7 @@ def tell(error: Exception, rank: int) -> None:
 def run_job(config: Config, rank: int, started: float) -> None:
     """All of a run, in an order that tells mistakes before anything slow or shared begins."""
     device = choose_device(config)
+    config = choose_attention(config, device)
     check_tokenizer(config)
     start = find_start(config)
     done, wanted = start.progress.iteration, config.train.train_iters
@@ -145,11 +149,26 @@ def choose_device(config: Config) -> torch.device:
     processes, devices = from_torchrun("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if processes > devices:
         raise ConfigError(f"{processes} processes on a machine with {devices} CUDA devices: start one per device")
-    for problem in support.cuda_problems(config):
-        raise ConfigError(problem)
     device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))
     torch.cuda.set_device(device)
     return device
+
+
+def choose_attention(config: Config, device: torch.device) -> Config:
+    """`config` with attention_backend auto decided, as the device is known. ConfigError for what cannot run there."""
+    backend = backend_for(config, device.type == "cuda")
+    if backend == "transformer_engine":
+        try:
+            te.load()
+        except ValueError as error:
+            if config.model.attention_backend != "auto":
+                raise ConfigError(str(error)) from None
+            warnings.warn(str(error), stacklevel=2)
+            backend = "native"
+    config = config.model_copy(update={"model": config.model.model_copy(update={"attention_backend": backend})})
+    for problem in cuda_problems(config) if device.type == "cuda" else cpu_problems(config):
+        raise ConfigError(problem)
+    return config
 
 
 def check_tokenizer(config: Config) -> None:
@@ -174,8 +193,9 @@ def read_data(config: Config, progress: Progress | None = None) -> tuple[Dataset
     # What was consumed may have come in global batches of another size.
     train_size = done.consumed_samples + (t.train_iters - done.iteration) * t.global_batch_size
     valid_size = t.eval_iters * t.global_batch_size if t.eval_interval else 0
+    read = build_sft_datasets if config.data.sft else build_datasets
     try:
-        train_data, valid_data, _ = build_datasets(config.data, (train_size, valid_size, 0), t.seed)
+        train_data, valid_data, _ = read(config.data, (train_size, valid_size, 0), t.seed)
         assert train_data is not None
         return train_data, valid_data, read_test_data(config)
     except (ValueError, OSError) as error:
@@ -193,8 +213,9 @@ def read_test_data(config: Config) -> Dataset | None:
     shared = data.data_path is not None and parse_split(data.split)[2] is not None
     if not size or not (shared or data.test_data_path):
         return None
+    read = build_sft_datasets if data.sft else build_datasets
     try:
-        return build_datasets(data, (0, 0, size), config.train.seed)[2]
+        return read(data, (0, 0, size), config.train.seed)[2]
     except ValueError as error:
         if not shared:
             raise

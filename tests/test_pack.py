@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,27 @@ def test_missing_labels_have_no_weight() -> None:
     short = Row(np.array([5, 6, 7, 0, 0], np.int64), np.array([], np.int64), 2)
     sample = pack([row([1, 2, 3, 4, 5], []), short], [0, 1], PackLayout())
     assert sample.loss_mask.tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_a_row_may_weigh_its_labels() -> None:
+    weights = np.array([1, 1, 0.5, 1], np.float32)
+    weighed = Row(np.arange(5), np.array([2, 4]), 3, weights)
+    layout = PackLayout(mask_between_documents=True)
+    assert pack([weighed], [0], layout).loss_mask.tolist() == [1, 1, 0.5, 0]
+    sample = pack([weighed, row([7, 8, 9], [])], [0, 1], replace(layout, eod_mask_loss=True))
+    assert sample.loss_mask.tolist() == [1, 0, 0.5, 0, 1, 1]
+    sample.loss_mask.zero_()
+    assert weights.tolist() == [1, 1, 0.5, 1]
+
+
+def test_rows_may_differ_in_length() -> None:
+    rows = [row([1, 2, 3, 4], [2, 3]), row([11, 12], [1]), row([21, 22, 23, 24, 25, 26], [])]
+    sample = pack(rows, [5, 6, 7], PackLayout(cp=1, mask_between_documents=True))
+    assert sample.cu_seqlens.tolist() == [0, 2, 3, 4, 9]
+    assert sample.cu_seqlens_padded.tolist() == [0, 2, 4, 6, 12]
+    assert sample.tokens.tolist() == [1, 2, 3, 0, 11, 0, 21, 22, 23, 24, 25, 0]
+    assert sample.labels.tolist() == [2, 3, 4, 0, 12, 0, 22, 23, 24, 25, 26, 0]
+    assert pack(rows, [5, 6, 7], PackLayout(cp=1)).cu_seqlens.tolist() == [0, 3, 4, 9]
 
 
 @settings(max_examples=100, deadline=None)

@@ -161,7 +161,9 @@ def alone(share: Share, pack: Pack, config: Config, grid: Grid) -> Results:
     model = config.model.model_copy(update={"num_attention_heads": parts[0].shape[1], "num_query_groups": 1})
     cp = CPGroup((grid.rank,), 0)
     packed = shard(sample_of([share.length], [len(parts[0])]), cp).to(parts[0].device).packed
-    return compute(config.model_copy(update={"model": model}), grid, parts, packed, cp)
+    nobody = {"context_parallel_size": 1, "cp_comm_type": "p2p", "hierarchical_context_parallel_sizes": None}
+    parallel = config.parallel.model_copy(update=nobody)
+    return compute(config.model_copy(update={"model": model, "parallel": parallel}), grid, parts, packed, cp)
 
 
 def together(pack: Pack, config: Config, grid: Grid) -> tuple[Results, Tensor]:

@@ -10,24 +10,16 @@ number of workers. The names appear only when all is written.
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 from argparse import Namespace
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,9 +27,9 @@ from megacp.data.command import Command, add_input_arguments, add_tokenizer_argu
 from megacp.data.documents import BadDocument, RawDocument, batches, parse
 from megacp.data.tokenizer import Tokenizer, build_tokenizer
 from megacp.data.tokens import TokenFileWriter, best_dtype
+from megacp.data.workers import in_order, progress
 
 _BATCH_BYTES = 1 << 20
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True)
@@ -88,81 +80,9 @@ def tokenize(task: Task, batch: list[RawDocument]) -> Tokens:
     return tokens
 
 
-def _start_worker() -> None:
-    # The parent alone answers Ctrl-C; and a parent that was killed must not leave workers waiting for ever.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        if parent:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
 def tokenized(task: Task, work: Iterable[tuple[list[RawDocument], int]], workers: int) -> Iterator[tuple[Tokens, int]]:
-    """Batches through the worker processes, in order, each with its bytes on disk; few at a time in memory.
-
-    Raises ValueError where a worker dies.
-    """
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
-    waiting: deque[tuple[Future[Tokens], RawDocument, int]] = deque()
-
-    def oldest() -> tuple[Tokens, int]:
-        future, first, consumed = waiting.popleft()
-        try:
-            return future.result(), consumed
-        except BrokenProcessPool as error:
-            where = f"{first.path}:{first.line}" if first.line else first.path
-            raise ValueError(f"a worker process died at or after {where}: killed, or out of memory") from error
-
-    try:
-        for batch, consumed in work:
-            if len(waiting) >= 2 * workers + 2:
-                yield oldest()
-            waiting.append((_submit(pool, task, batch), batch[0], consumed))
-        while waiting:
-            yield oldest()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, task: Task, batch: list[RawDocument]) -> Future[Tokens]:
-    try:
-        return pool.submit(tokenize, task, batch)
-    except BrokenProcessPool as error:
-        broken: Future[Tokens] = Future()
-        broken.set_exception(error)
-        return broken
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, else a line now and then; told the bytes read and the tokens made since the last call."""
-    console = Console(stderr=True)
-    begin = time.monotonic()
-    done = made = 0
-    said = begin
-
-    def rate() -> str:
-        return f"{made / 1e6:.1f} M tokens, {made / 1e3 / (time.monotonic() - begin + 1e-9):.0f} K/s"
-
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        line = bar.add_task("tokenizing", total=total, rate="")
-
-        def advance(read: int, tokens: int) -> None:
-            nonlocal done, made, said
-            done, made = done + read, made + tokens
-            bar.update(line, completed=done, rate=rate())
-            now = time.monotonic()
-            if not console.is_terminal and now - said > _SECONDS_BETWEEN_LINES:
-                said = now
-                left = (now - begin) * (total / max(done, 1) - 1)
-                print(f"{100 * done / total:.0f} %, {rate()}, {left:.0f} s left", file=sys.stderr, flush=True)
-
-        yield advance
+    """Batches through the worker processes, in order, each with its bytes on disk; few at a time in memory."""
+    return in_order(functools.partial(tokenize, task), work, workers)
 
 
 def preprocess(arguments: Namespace) -> int:

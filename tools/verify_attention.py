@@ -49,6 +49,7 @@ from megacp.config import Config
 from megacp.data.command import Command, at_least
 from megacp.grid import Grid
 from megacp.support_attention import COMM_TYPES
+from megacp.support_backend import backend_for
 from tools.attention_errors import Error, Pack, Results, alone, differ, draw, exact, faults, together
 
 # Queries times keys times heads of the dense formula: 64K tokens of 8 heads, half an hour on two cores.
@@ -107,6 +108,7 @@ def complete(options: Namespace) -> None:
 
 def config_of(options: Namespace, comm_type: str) -> Config:
     """A whole configuration, so that the rules of every run hold here. ValueError with the first that is broken."""
+    packed = len(set(options.lengths)) > 1 or bool(options.lengths[0] % (2 * options.cp))
     model = {
         "num_layers": 1,
         "hidden_size": options.heads * options.head_dim,
@@ -130,7 +132,7 @@ def config_of(options: Namespace, comm_type: str) -> Config:
     tree: dict[str, Any] = {
         "model": model,
         "parallel": parallel,
-        "data": {"data_path": "none", "seq_length": sum(options.lengths), "mask_between_documents": True},
+        "data": {"data_path": "none", "seq_length": sum(options.lengths), "mask_between_documents": packed},
         "optimizer": {"lr": 1.0},
         "train": {"global_batch_size": 1, "train_iters": 1, **loop},
     }
@@ -142,7 +144,8 @@ def config_of(options: Namespace, comm_type: str) -> Config:
     problem = support.first_problem(config, options.cp, check_files=False)
     if problem:
         raise ValueError(problem)
-    return config
+    backend = backend_for(config, options.device != "cpu" and torch.cuda.is_available())
+    return config.model_copy(update={"model": config.model.model_copy(update={"attention_backend": backend})})
 
 
 def allowed(options: Namespace) -> tuple[dict[str, Config], dict[str, str]]:
@@ -251,7 +254,11 @@ def verify(options: Namespace, configs: dict[str, Config], refused: dict[str, st
     grid = Grid.create(first.parallel)
     pack = draw(first, options.lengths, device)
     say = print if grid.rank == 0 else lambda *_, **__: None
-    say(title(options, pack), *(f"{name} skipped: {why}" for name, why in refused.items()), sep="\n")
+    say(
+        title(options, pack, first.model.attention_backend),
+        *(f"{name} skipped: {why}" for name, why in refused.items()),
+        sep="\n",
+    )
     own = pack.shares(grid)
     wanted = [exact(share, pack, first) for share in own]
     one_rank = differ(own, wanted, [alone(share, pack, first, grid) for share in own], grid)
@@ -274,11 +281,11 @@ def verify(options: Namespace, configs: dict[str, Config], refused: dict[str, st
     return failed
 
 
-def title(options: Namespace, pack: Pack) -> str:
+def title(options: Namespace, pack: Pack, backend: str) -> str:
     window = f", window {options.window}" if options.window else ""
     rows, heads = pack.inputs[0].shape[:2]
     return (
-        f"cp {options.cp}, {dist.get_backend()}, {options.device}, backend {options.backend}, {options.dtype}, seed "
+        f"cp {options.cp}, {dist.get_backend()}, {options.device}, backend {backend}, {options.dtype}, seed "
         f"{options.seed}; {heads} heads, {pack.inputs[1].shape[1]} KV heads of {options.head_dim}, {options.mask}"
         f"{window}; {sum(options.lengths):,} tokens in {len(options.lengths)} sequences, padded to {rows:,}"
     )

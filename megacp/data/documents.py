@@ -117,16 +117,15 @@ def batches(sources: Iterable[Source], size: int) -> Iterator[tuple[list[RawDocu
 
 def parse(document: RawDocument, keys: Sequence[str]) -> list[str]:
     """The text under each key; of a text file its whole text, whatever the one key. Raises BadDocument."""
-    data = document.data.removeprefix(_BOM) if document.line <= 1 else document.data
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = document.line or 1 + data.count(b"\n", 0, error.start)
-        byte = f"byte {data[error.start]:#04x}"
-        raise BadDocument(f"{document.path}:{line}: not UTF-8: {byte}, {error.reason}") from error
     if not document.line:
-        return [text]
-    where = f"{document.path}:{document.line}"
+        return [_decoded(document)]
+    record = parse_record(document)
+    return [_text(record, key, f"{document.path}:{document.line}") for key in keys]
+
+
+def parse_record(document: RawDocument) -> dict[str, Any]:
+    """The JSON object of a line. Raises BadDocument."""
+    text, where = _decoded(document), f"{document.path}:{document.line}"
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
@@ -135,7 +134,17 @@ def parse(document: RawDocument, keys: Sequence[str]) -> list[str]:
         raise BadDocument(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(record, dict):
         raise BadDocument(f"{where}: not a JSON object but {type(record).__name__}")
-    return [_text(record, key, where) for key in keys]
+    return record
+
+
+def _decoded(document: RawDocument) -> str:
+    data = document.data.removeprefix(_BOM) if document.line <= 1 else document.data
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = document.line or 1 + data.count(b"\n", 0, error.start)
+        byte = f"byte {data[error.start]:#04x}"
+        raise BadDocument(f"{document.path}:{line}: not UTF-8: {byte}, {error.reason}") from error
 
 
 def _text(record: dict[str, Any], key: str, where: str) -> str:

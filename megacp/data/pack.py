@@ -1,6 +1,6 @@
 """Rows of tokens -> one Sample, padded for the ranks that will share it.
 
-Legend: S tokens of a row, b rows, k sequences of the pack, P tokens of the pack with its padding.
+Legend: S tokens of a row, k sequences of the pack.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ class Row:
     tokens  int64 [S+1]: the inputs are tokens[:S], the labels tokens[1:]
     starts  int64 [..], ascending, in 1..S: where documents begin after the first; S: the last input ends one
     labels  how many labels are real; what follows is filling, of weight 0
+    weights float32 [S]: of each label; None: 1
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     labels: int
+    weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,29 @@ class PackLayout:
 
 
 def pack(rows: Sequence[Row], ids: Sequence[int], layout: PackLayout) -> Sample:
-    """One microbatch of rows of equal length.
+    """One microbatch of rows, one after the other; they may differ in length.
 
     Each row is a sequence of the pack, or with `mask_between_documents` each document of each row. Labels are
-    those of the whole row, so the last token of a document is taught the first of the next unless
+    those of the whole row, so the last token of a document is taught the first of the next unless the row or
     `eod_mask_loss` gives it weight 0.
     """
-    whole = np.stack([row.tokens for row in rows])
-    length = whole.shape[1] - 1
-    starts = np.concatenate([number * length + row.starts for number, row in enumerate(rows)])
-    weights = np.ones((len(rows), length), np.float32)
-    for weight, row in zip(weights, rows, strict=True):
-        weight[row.labels :] = 0
+    cuts = _offsets(np.array([len(row.tokens) - 1 for row in rows]))
+    starts = np.concatenate([begin + row.starts for begin, row in zip(cuts, rows, strict=False)])
+    tokens = np.concatenate([row.tokens[:-1] for row in rows])
+    labels = np.concatenate([row.tokens[1:] for row in rows])
+    weights = np.concatenate([_weights(row) for row in rows])
     if layout.eod_mask_loss:
-        weights.reshape(-1)[starts - 1] = 0
-    cuts = np.arange(len(rows) + 1) * length
+        weights[starts - 1] = 0
     if layout.mask_between_documents:
         cuts = np.union1d(cuts, starts)
-    return lay_out(whole[:, :-1].flatten(), whole[:, 1:].flatten(), weights.flatten(), cuts, ids, layout)
+    return lay_out(tokens, labels, weights, cuts, ids, layout)
+
+
+def _weights(row: Row) -> np.ndarray:
+    """float32 [S], an array of its own."""
+    weights = np.ones(len(row.tokens) - 1, np.float32) if row.weights is None else row.weights.copy()
+    weights[row.labels :] = 0
+    return weights
 
 
 def lay_out(

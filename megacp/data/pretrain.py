@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
-    """What a loader reads: a list of rows of equal length."""
+    """What a loader reads: a list of rows."""
 
     def __len__(self) -> int: ...
 
@@ -196,11 +196,24 @@ def parse_split(split: str) -> list[tuple[float, float] | None]:
     return [border if share else None for share, border in zip(vector, borders, strict=True)]
 
 
-def build_datasets(data: DataConfig, sizes: Sequence[int | None], seed: int) -> list[Dataset | None]:
-    """The train, valid and test dataset of at least `sizes` samples each.
+@dataclass(frozen=True)
+class Wanted:
+    """A split that is asked for: its paths, the share of them that is its own, and how many samples (None: an epoch).
 
-    A size of 0 gives no dataset (None). A size of None is one epoch of the data; None too where the split has
-    no data. ValueError for a split that is asked for and has no documents or no tokens.
+    own_paths: they are not divided among the splits
+    """
+
+    name: str
+    paths: str | Sequence[str | float]
+    share: tuple[float, float]
+    size: int | None
+    own_paths: bool
+
+
+def wanted_splits(data: DataConfig, sizes: Sequence[int | None]) -> list[Wanted | None]:
+    """What `sizes` for train, valid and test ask of the data paths; None: no dataset.
+
+    ValueError for a split that is asked for and has no path or no share.
     """
     own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.data_path is not None and any(path is not None for path in own_paths):
@@ -208,18 +221,33 @@ def build_datasets(data: DataConfig, sizes: Sequence[int | None], seed: int) -> 
             "data.data_path is divided by data.split: leave it out where splits have data paths of their own"
         )
     shares = parse_split(data.split) if data.data_path is not None else [(0.0, 1.0)] * len(SPLITS)
-    datasets: list[Dataset | None] = []
+    wanted: list[Wanted | None] = []
     for name, path, share, size in zip(SPLITS, own_paths, shares, sizes, strict=True):
         paths = data.data_path if path is None else path
         if size == 0 or (size is None and (paths is None or share is None)):
-            datasets.append(None)
+            wanted.append(None)
         elif paths is None:
             raise ValueError(f"{size} {name} samples are asked for: set data.{name}_data_path or data.data_path")
         elif share is None:
             raise ValueError(f"{size} {name} samples are asked for, but data.split '{data.split}' gives {name} nothing")
         else:
-            split = _Split(name, share, data.seq_length, seed, data.data_cache_path)
-            datasets.append(_build(split, paths, size, alone=path is not None))
+            wanted.append(Wanted(name, paths, share, size, own_paths=path is not None))
+    return wanted
+
+
+def build_datasets(data: DataConfig, sizes: Sequence[int | None], seed: int) -> list[Dataset | None]:
+    """The train, valid and test dataset of at least `sizes` samples each.
+
+    A size of 0 gives no dataset (None). A size of None is one epoch of the data; None too where the split has
+    no data. ValueError for a split that is asked for and has no documents or no tokens.
+    """
+    datasets: list[Dataset | None] = []
+    for wanted in wanted_splits(data, sizes):
+        if wanted is None:
+            datasets.append(None)
+        else:
+            split = _Split(wanted.name, wanted.share, data.seq_length, seed, data.data_cache_path)
+            datasets.append(_build(split, wanted.paths, wanted.size, alone=wanted.own_paths))
     return datasets
 
 

@@ -9,7 +9,7 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 # How model families call the token that ends a document, in the order in which they are looked for.
 _EOD_PIECES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "<|eos|>", "<|im_end|>")
@@ -28,6 +28,11 @@ class Tokenizer(Protocol):
         """The id that ends a document; ValueError where the model has none."""
         ...
 
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """Texts for each of which `encode` gives one id that stands for no text, wherever they come up."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -38,6 +43,7 @@ class ByteLevelTokenizer:
 
     vocab_size = 257
     eod = 256
+    control_tokens: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -48,6 +54,9 @@ class ByteLevelTokenizer:
 
 class SentencePieceTokenizer:
     """A sentencepiece model; its eos, or a piece with the name of one, ends a document."""
+
+    # Its control pieces have no text, so that no text can hold them.
+    control_tokens: frozenset[str] = frozenset()
 
     def __init__(self, path: Path) -> None:
         import sentencepiece
@@ -78,13 +87,17 @@ class HuggingFaceTokenizer:
 
     A tokenizer.json has no end-of-sequence of its own: that of a tokenizer_config.json beside it is taken, else a
     token with the name of one.
+
+    model  what `transformers` makes of a folder, with its chat template; None for a tokenizer.json
     """
 
     def __init__(self, path: Path) -> None:
-        encode, decode, vocabulary, eos = _from_folder(path) if path.is_dir() else _from_file(path)
-        self._encode, self._decode = encode, decode
-        self._vocabulary, self._eos, self._name = vocabulary, eos, path
-        self.vocab_size: int = 1 + max(vocabulary.values(), default=-1)
+        parts = _from_folder(path) if path.is_dir() else _from_file(path)
+        self._encode, self._decode = parts.encode, parts.decode
+        self._vocabulary, self._eos, self._name = parts.vocabulary, parts.eos, path
+        self.vocab_size: int = 1 + max(parts.vocabulary.values(), default=-1)
+        self.control_tokens = frozenset(token.content for token in parts.added.values() if token.special)
+        self.model = parts.model
 
     @property
     def eod(self) -> int:
@@ -99,7 +112,13 @@ class HuggingFaceTokenizer:
         return self._decode([int(i) for i in ids])
 
 
-_HuggingFace = tuple[Callable[[str], list[int]], Callable[[list[int]], str], dict[str, int], str | None]
+class _HuggingFace(NamedTuple):
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocabulary: dict[str, int]
+    added: dict[int, Any]
+    eos: str | None
+    model: Any = None
 
 
 def _from_folder(path: Path) -> _HuggingFace:
@@ -120,7 +139,7 @@ def _from_folder(path: Path) -> _HuggingFace:
     def decode(ids: list[int]) -> str:
         return model.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    return encode, decode, model.get_vocab(), model.eos_token
+    return _HuggingFace(encode, decode, model.get_vocab(), model.added_tokens_decoder, model.eos_token, model)
 
 
 def _from_file(path: Path) -> _HuggingFace:
@@ -144,7 +163,8 @@ def _from_file(path: Path) -> _HuggingFace:
     def decode(ids: list[int]) -> str:
         return model.decode(ids, skip_special_tokens=False)
 
-    return encode, decode, model.get_vocab(with_added_tokens=True), eos
+    vocabulary, added = model.get_vocab(with_added_tokens=True), model.get_added_tokens_decoder()
+    return _HuggingFace(encode, decode, vocabulary, added, eos)
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = None) -> Tokenizer:
