@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacp.attention import gather, reference
 from megacp.attention.gather import prefix_spans
-from megacp.attention.spans import Mask
+from megacp.attention.spans import Mask, Spans
 from megacp.batch import token_index
 from tests.packs import (
     HEADS,
@@ -39,7 +39,7 @@ def mask_of(view: View) -> Mask:
     return Mask(left, 0 if view.causal else right)
 
 
-def seen_pairs(spans: Any, rows: Tensor, total: int) -> Tensor:
+def seen_pairs(spans: Spans, rows: Tensor, total: int) -> Tensor:
     """int64 [S, S]: how often each query of the pack meets each key."""
     count = torch.zeros(total, total, dtype=torch.int64)
     for q, q_length, k, k_length, low, high in spans.spans:
@@ -62,9 +62,11 @@ def test_spans_tile_the_mask(size: int, view: str) -> None:
     offsets = torch.tensor([0, *accumulate(room)])
     count, area = torch.zeros(sum(room), sum(room), dtype=torch.int64), 0
     for rank in range(size):
-        spans = prefix_spans(lengths, room, rank, size, mask)
-        count += seen_pairs(spans, token_index(offsets, rank, size), sum(room))
-        area += sum(q * k for q, k in zip(spans.q_lengths, spans.k_lengths, strict=True))
+        for spans in prefix_spans(lengths, room, rank, size, mask):
+            count += seen_pairs(spans, token_index(offsets, rank, size), sum(room))
+            area += sum(q * k for q, k in zip(spans.q_lengths, spans.k_lengths, strict=True))
+            keys = spans.keys.index(torch.device("cpu"))
+            assert len(keys.unique()) == len(keys), "one call reads and adds to each key once"
     causal, window = EVERY_VIEW[view]
     shown = [
         reference.visible(real if real and mask.right != 0 else space, space, causal == "causal", window)
@@ -75,6 +77,13 @@ def test_spans_tile_the_mask(size: int, view: str) -> None:
     if mask.left is not None and mask.right is not None:
         half = max(room) // (2 * size)
         assert area <= sum(room) * (half + mask.left + mask.right)
+
+
+@pytest.mark.parametrize("view", EVERY_VIEW)
+def test_one_sequence_is_read_in_place(view: str) -> None:
+    for rank in range(4):
+        parts = prefix_spans((60,), (64,), rank, 4, mask_of(EVERY_VIEW[view]))
+        assert parts and all(spans.queries.is_block and spans.keys.is_block for spans in parts)
 
 
 class Traffic(NamedTuple):

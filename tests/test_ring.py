@@ -99,6 +99,16 @@ def test_blocks_tile_the_mask(size: int, mask: Mask) -> None:
     assert torch.equal(split, own)
 
 
+def test_steps_share_their_blocks() -> None:
+    """However many ranks there are, a pack of long lists is kept few times, and made once."""
+    size = 8
+    for mask, lengths, most in ((CAUSAL, (30, 16), 3), (FULL, (32, 16), 1), (FULL, (30, 16), 3)):
+        pack = Pack(lengths, (32, 16), size)
+        blocks = [block(pack, 3, number, mask) for number in (*range(size), *range(size))]
+        assert len({id(spans) for spans in blocks}) <= most
+        assert all(first is again for first, again in zip(blocks[:size], blocks[size:], strict=True))
+
+
 def delivered(plans: list[Plan], rows: list[Tensor], rank: int, number: int) -> Tensor:
     """Which rows of the pack lie in the buffer of a rank at a distance, by what its peers send, in their order."""
     sent = {
@@ -107,12 +117,12 @@ def delivered(plans: list[Plan], rows: list[Tensor], rank: int, number: int) -> 
     buffer = torch.full((plans[rank].distances[number].rows,), -1)
 
     def at(message: Message) -> Tensor:
-        ends = zip(message.starts, message.lengths, strict=True)
+        ends = zip(message.stretches.starts, message.stretches.lengths, strict=True)
         return torch.cat([torch.arange(start, start + length) for start, length in ends])
 
     for message in plans[rank].distances[number].receives:
         source = next(sent[message.peer])
-        assert source.lengths == message.lengths
+        assert source.stretches.lengths == message.stretches.lengths
         buffer[at(message)] = rows[message.peer][at(source)]
     assert not any(list(left) for left in sent.values())
     return buffer
@@ -155,7 +165,9 @@ def test_window_goes_as_far_as_it_reaches() -> None:
     size, length = 4, 16
     line = Line((8 * length,), (8 * length,), size, Mask(20, 0))
     plans = [make_plan(line, rank) for rank in range(size)]
-    moves = [[(m.peer, m.starts, m.lengths) for d in plan.distances for m in d.sends] for plan in plans]
+    moves = [
+        [(m.peer, m.stretches.starts, m.stretches.lengths) for d in plan.distances for m in d.sends] for plan in plans
+    ]
     assert moves == [
         [(1, (0,), (16,)), (2, (12,), (4,))],
         [(2, (0,), (16,)), (0, (16,), (16,)), (3, (12,), (4,))],

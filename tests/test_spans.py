@@ -60,10 +60,17 @@ def scores(spans: Spans) -> int:
 @settings(max_examples=400, deadline=None)
 @given(
     *(st.integers(0, 14), st.integers(0, 20), st.integers(0, 14), st.integers(0, 20)),
-    *(LIMITS, LIMITS),
+    *(LIMITS, LIMITS, LIMITS, LIMITS),
 )
 def test_span_is_what_is_visible(
-    q_length: int, q_position: int, k_length: int, k_position: int, left: int | None, right: int | None
+    q_length: int,
+    q_position: int,
+    k_length: int,
+    k_position: int,
+    left: int | None,
+    right: int | None,
+    other_left: int | None,
+    other_right: int | None,
 ) -> None:
     ahead = (k_position + torch.arange(k_length)) - (q_position + torch.arange(q_length))[:, None]
     seen = (ahead >= (-99 if left is None else -left)) & (ahead <= (99 if right is None else right))
@@ -79,13 +86,12 @@ def test_span_is_what_is_visible(
         other = found._replace(**idle)
         assert other == found or not torch.equal(visible(other), block)
     assert found.is_trimmed and found.trimmed() == found
-    window, end = found.window, found.k_length - found.q_length
-    assert all(limit is None or limit >= 0 for limit in window)
-    low, high = (
-        (None if window.left is None else end - window.left),
-        (None if window.right is None else end + window.right),
-    )
-    assert torch.equal(band(found.q_length, found.k_length, low, high), block)
+    assert all(limit is None or limit >= 0 for limit in found.window) and found.fits(found.window)
+    end = found.k_length - found.q_length
+    for window in (found.window, Mask(other_left, other_right)):
+        low = None if window.left is None else end - window.left
+        high = None if window.right is None else end + window.right
+        assert torch.equal(band(found.q_length, found.k_length, low, high), block) or not found.fits(window)
 
 
 @settings(max_examples=60, deadline=None)
@@ -185,7 +191,7 @@ def test_self_spans(mask: Mask) -> None:
         assert torch.equal(seen[real_rows, start : start + padded] > 0, own[: real or padded])
         assert not (seen[real_rows, start + (real or padded) : start + padded]).any()
     if mask == Mask(None, 0):
-        assert spans.covers(sum(room)) and spans.covers_keys(sum(room))
+        assert spans.covers(sum(room)) and spans.keys.covers(sum(room))
 
 
 def test_windows_are_shared() -> None:
@@ -194,7 +200,7 @@ def test_windows_are_shared() -> None:
     for mask in (Mask(None, 0), Mask(50, 0), Mask(), Mask(9, 4)):
         spans = self_spans(lengths, lengths, mask)
         (group,) = spans.by_window
-        assert group.window == mask and group.spans is spans and group.parts == spans.q_starts
+        assert group.window == mask and group.spans is spans and group.parts.starts == spans.q_starts
 
     # A chunk of 8 against itself, against all before, and against the one before through a window.
     chunk = [
@@ -210,7 +216,7 @@ def test_windows_are_shared() -> None:
         Mask(0, None): (16,),
         Mask(): (8,),
     }
-    assert {group.window: group.parts for group in found}[Mask(None, 0)] == (0, 24, 25)
+    assert {group.window: group.parts.starts for group in found}[Mask(None, 0)] == (0, 24, 25)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ def test_inner_ranks_in_order_are_one_outer_rank(units: list[int], inner: int, o
         assert torch.equal(whole.index_select(0, by_rank), shards)
 
 
+def test_sequences_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 ranks cut sequences in 4 equal chunks, not one of 6 tokens: pad it"):
+        zigzag((8, 6), 2, torch.device("cpu"))
+
+
 def trades() -> list[str]:
     """Slices of heads that are not those of the whole pack, and ways back that do not lead home."""
     cp, found = Grids()[Kind("a2a")].cp, []

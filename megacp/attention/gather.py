@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacp.attention import kernels, partial
+from megacp.attention import kernels
 from megacp.attention.kernels import Gradients, attend, statistics_dtype
 from megacp.attention.order import Order, zigzag
 from megacp.attention.spans import Mask, Spans, self_spans, span
@@ -25,21 +25,30 @@ from megacp.config import ModelConfig
 from megacp.grid import Group
 
 
-@lru_cache(maxsize=1024)
-def prefix_spans(lengths: tuple[int, ...], padded_lengths: tuple[int, ...], rank: int, size: int, mask: Mask) -> Spans:
-    """Both halves of each sequence of `rank` (of `size`) against those keys of the whole pack that they see.
+@lru_cache(maxsize=32)
+def prefix_spans(
+    lengths: tuple[int, ...], padded_lengths: tuple[int, ...], rank: int, size: int, mask: Mask
+) -> tuple[Spans, ...]:
+    """First halves of the sequences of `rank` (of `size`), then second halves, against the keys of the pack they see.
+
+    Apart, since no key should be twice in one `Spans`: of one sequence each half then sees a block of keys, which is
+    read in place. Where nothing is masked both halves see the same, and are one.
 
     Padding ends a sequence, so without a look ahead no real token sees it; else its keys are cut off. A sequence of
     padding alone sees itself, so that every row has a finite result.
     """
-    found, row, start = [], 0, 0
+    pieces, row, start = [], 0, 0
     for length, padded in zip(lengths, padded_lengths, strict=True):
         half = padded // (2 * size)
         keys = padded if mask.right == 0 else length or padded
-        for first, position in ((row, rank * half), (row + half, padded - (rank + 1) * half)):
-            found.append(span(first, half, position, start, keys, 0, mask))
+        if mask == Mask():
+            halves = ((row, 2 * half, 0),)
+        else:
+            halves = ((row, half, rank * half), (row + half, half, padded - (rank + 1) * half))
+        pieces.append([span(*rows, start, keys, 0, mask) for rows in halves])
         row, start = row + 2 * half, start + padded
-    return Spans(tuple(part for part in found if part))
+    found = (tuple(part for part in parts if part) for parts in zip(*pieces, strict=True))
+    return tuple(Spans(parts) for parts in found if parts)
 
 
 def gathered(k: Tensor, v: Tensor, order: Order, cp: Group) -> tuple[Tensor, Tensor]:
@@ -52,12 +61,17 @@ def gathered(k: Tensor, v: Tensor, order: Order, cp: Group) -> tuple[Tensor, Ten
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, order: Order, cp: Group, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Spans, ...], order: Order, cp: Group, scale: float
     ) -> Tensor:
-        part, part_lse = kernels.forward(q, *gathered(k, v, order, cp), spans, scale)
-        out, lse = partial.whole(part, part_lse.t(), spans, len(q))
+        keys, values = gathered(k, v, order, cp)
+        # A query that sees nothing is in none of the parts.
+        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf, dtype=statistics_dtype(q.dtype))
+        for spans in parts:
+            part, part_lse = kernels.forward(q, keys, values, spans, scale)
+            spans.queries.put_(out, part)
+            spans.queries.put_(lse, part_lse.t())
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout = spans, order, cp, scale
+        ctx.layout = parts, order, cp, scale
         return out
 
     @staticmethod
@@ -77,7 +91,7 @@ def _shares(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    spans: Spans,
+    parts: tuple[Spans, ...],
     order: Order,
     cp: Group,
     scale: float,
@@ -87,7 +101,8 @@ def _shares(
     dtype = statistics_dtype(q.dtype)
     dq, dkv = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(len(keys), 2 * k.shape[1], k.shape[2], dtype=dtype)
     dk, dv = dkv.chunk(2, dim=1)
-    kernels.backward(dout, q, keys, values, out, lse.t(), spans, scale, Gradients(dq, dk, dv))
+    for spans in parts:
+        kernels.backward(dout, q, keys, values, out, lse.t(), spans, scale, Gradients(dq, dk, dv))
     return dq, dkv.index_select(0, order.by_rank).unflatten(0, (cp.size, -1))
 
 

@@ -24,6 +24,7 @@ from megacp.attention import kernels
 from megacp.attention.kernels import Gradients, statistics_dtype
 from megacp.attention.partial import join_, whole
 from megacp.attention.spans import Mask, Span, Spans, span
+from megacp.attention.stretches import Stretches
 from megacp.collectives import Exchange
 from megacp.grid import Group
 
@@ -32,8 +33,7 @@ class Message(NamedTuple):
     """Rows of one chunk of each sequence, as stretches: to `peer` (index in the group), or from it into the buffer."""
 
     peer: int
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+    stretches: Stretches
 
 
 class Distance(NamedTuple):
@@ -45,7 +45,7 @@ class Distance(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return sum(sum(message.lengths) for message in self.receives)
+        return sum(message.stretches.rows for message in self.receives)
 
 
 class Plan(NamedTuple):
@@ -139,11 +139,11 @@ def _distance(line: Line, rank: int, shifts: list[int]) -> Distance:
         for chunk, starts in line.local(rank):
             if shown := line.seen(chunk + shift, chunk):
                 stretches = zip(*((starts[i] + band.k, band.k_length) for i, band in shown), strict=True)
-                sends.append(Message(line.home(chunk + shift), *stretches))
+                sends.append(Message(line.home(chunk + shift), Stretches(*stretches)))
             if seen := line.seen(chunk, chunk - shift):
                 lengths = tuple(band.k_length for _, band in seen)
                 begins = tuple(accumulate(lengths, initial=row))
-                receives.append(Message(line.home(chunk - shift), begins[:-1], lengths))
+                receives.append(Message(line.home(chunk - shift), Stretches(begins[:-1], lengths)))
                 found += [
                     band._replace(q=starts[i] + band.q, k=begin) for (i, band), begin in zip(seen, begins, strict=False)
                 ]
@@ -182,19 +182,14 @@ def _greet(exchange: Exchange, device: torch.device) -> None:
     exchange.wait()
 
 
-def _index(message: Message, device: torch.device) -> Tensor:
-    return kernels.row_index(message.starts, message.lengths, device)
-
-
 def _shown(distance: Distance, k: Tensor, v: Tensor) -> list[tuple[Tensor, int]]:
     """Own rows [.., 2, K, D] that others see, and who."""
-    indices = [(_index(message, k.device), message.peer) for message in distance.sends]
-    return [(torch.stack([x.index_select(0, index) for x in (k, v)], dim=1), peer) for index, peer in indices]
+    return [(torch.stack(message.stretches.of(k, v), dim=1), message.peer) for message in distance.sends]
 
 
 def _parts(distance: Distance, buffer: Tensor) -> list[tuple[Tensor, int]]:
     """The rows of the buffer that each message fills, and whose they are."""
-    parts = buffer[: distance.rows].split([sum(message.lengths) for message in distance.receives])
+    parts = buffer[: distance.rows].split([message.stretches.rows for message in distance.receives])
     return [(part, message.peer) for part, message in zip(parts, distance.receives, strict=True)]
 
 
@@ -242,7 +237,7 @@ def _backward(
     exchange, fetched, share = Exchange(group), k.new_empty(0), home
     for done, distance, coming in zip((nothing, *order), order, (*order[1:], nothing), strict=False):
         shown, rows = _shown(coming, k, v), k.new_empty(coming.rows, 2, *k.shape[1:])
-        returned = [(home.new_empty(sum(message.lengths), *home.shape[1:]), message.peer) for message in done.sends]
+        returned = [(home.new_empty(message.stretches.rows, *home.shape[1:]), message.peer) for message in done.sends]
         # Held by a name of its own until the wait: `share` is replaced before.
         sends = shown + _parts(done, share)
         _start(exchange, sends, _parts(coming, rows) + returned)
@@ -254,7 +249,7 @@ def _backward(
             kernels.backward(dout, q, keys, values, out, lse, spans, scale, Gradients(dq, share[:, 0], share[:, 1]))
         exchange.wait()
         for message, (gradient, _) in zip(done.sends, returned, strict=True):
-            home.index_add_(0, _index(message, home.device), gradient)
+            message.stretches.add_(home, gradient)
         fetched = rows
     return Gradients(dq, home[:, 0], home[:, 1])
 

@@ -10,7 +10,6 @@ Legend: T query rows, S key rows, N query heads, K key/value heads (K divides N)
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -86,9 +85,10 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
         out, lse = forward(q, k, v, spans, scale)
         if not spans.covers(len(q)):
-            index = row_index(spans.q_starts, spans.q_lengths, q.device)
-            out = q.new_zeros(q.shape).index_copy_(0, index, out)
-            lse = lse.new_zeros(lse.shape[0], len(q)).index_copy_(1, index, lse)
+            part, part_lse = out, lse
+            out, lse = q.new_zeros(q.shape), lse.new_zeros(lse.shape[0], len(q))
+            spans.queries.put_(out, part)
+            spans.queries.put_(lse, part_lse, dim=1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spans, ctx.scale = spans, scale
         return out
@@ -228,47 +228,6 @@ def _cpu_backward(
     return into if into is given else Gradients(*(total.to(q.dtype) for total in into))
 
 
-@lru_cache(maxsize=16)
-def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [b+1] cumulated lengths."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=16)
-def row_index(starts: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 row numbers of all stretches, one after the other."""
-    stretches = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    return torch.cat(stretches).to(device)
-
-
-class _Rows(NamedTuple):
-    """Stretches of rows, and whether they are all rows of a tensor, in its order."""
-
-    whole: bool
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    def of(self, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        """The stretches, one after the other; rows are dimension `dim`."""
-        if self.whole:
-            return tensors
-        index = row_index(self.starts, self.lengths, tensors[0].device)
-        return tuple(x.index_select(dim, index) for x in tensors)
-
-    def add_(self, total: Tensor, share: Tensor) -> None:
-        """Add to the stretches; rows that are in several get several shares."""
-        if self.whole:
-            total.add_(share)
-        else:
-            total.index_add_(0, row_index(self.starts, self.lengths, total.device), share.to(total.dtype))
-
-
-def _rows(spans: Spans, q: Tensor, k: Tensor) -> tuple[_Rows, _Rows]:
-    """Of the spans' queries and keys."""
-    queries = _Rows(spans.covers(len(q)), spans.q_starts, spans.q_lengths)
-    return queries, _Rows(spans.covers_keys(len(k)), spans.k_starts, spans.k_lengths)
-
-
 def _cuda_arguments(q: Tensor, spans: Spans, window: Mask) -> tuple[tuple[Any, ...], dict[str, int]]:
     """cum_seq_q, cum_seq_k, max_q, max_k, dropout, causal; and the window of the variable-length flash kernels."""
     if q.dtype not in (torch.bfloat16, torch.float16) or q.shape[2] % 8 or q.shape[2] > 256:
@@ -283,7 +242,7 @@ def _cuda_arguments(q: Tensor, spans: Spans, window: Mask) -> tuple[tuple[Any, .
         max_k = max(max_k, max_q)
         left, right = (-1 if limit is None else limit for limit in window)
         limits = {"window_size_left": left, "window_size_right": right}
-    offsets = _offsets(spans.q_lengths, q.device), _offsets(spans.k_lengths, q.device)
+    offsets = spans.queries.offsets(q.device), spans.keys.offsets(q.device)
     return (*offsets, max_q, max_k, 0.0, window == Mask(None, 0)), limits
 
 
@@ -294,17 +253,15 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -
     lse = q.new_empty(q.shape[1], spans.rows, dtype=torch.float32)
     for window, members, parts in spans.by_window:
         part, part_lse = _cuda_window(q, k, v, members, window, scale)
-        index = row_index(parts, members.q_lengths, q.device)
-        out.index_copy_(0, index, part)
-        lse.index_copy_(1, index, part_lse)
+        parts.put_(out, part)
+        parts.put_(lse, part_lse, dim=1)
     return out, lse
 
 
 def _cuda_window(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: Mask, scale: float) -> tuple[Tensor, Tensor]:
     """`forward` of spans with one window."""
     arguments, limits = _cuda_arguments(q, spans, window)
-    queries, keys = _rows(spans, q, k)
-    (q,), (k, v) = queries.of(q), keys.of(k, v)
+    (q,), (k, v) = spans.queries.of(q), spans.keys.of(k, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale, **limits)
     if 0 in spans.k_lengths:
         lse.masked_fill_(lse == torch.inf, -torch.inf)  # the kernel's sign for a row without keys
@@ -324,15 +281,15 @@ def _cuda_backward(
 ) -> Gradients:
     # Without dropout the random state, of these shapes, is not read.
     state = [torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
-    total, several = into, len(spans.by_window) > 1 or sum(spans.k_lengths) > len(k)
+    total, several = into, len(spans.by_window) > 1 or spans.keys.rows > len(k)
     for window, members, _ in spans.by_window:
         arguments, limits = _cuda_arguments(q, members, window)
-        queries, keys = _rows(members, q, k)
+        queries, keys = members.queries, members.keys
         (part_dout, part_q, part_out), (part_k, part_v) = queries.of(dout, q, out), keys.of(k, v)
         (part_lse,) = queries.of(lse.t(), dim=1)
         tensors = (part_dout, part_q, part_k, part_v, part_out, part_lse.contiguous())
         shares = torch.ops.aten._flash_attention_backward(*tensors, *arguments, *state, scale=scale, **limits)
-        if total is None and queries.whole and keys.whole:
+        if total is None and queries.covers(len(q)) and keys.covers(len(k)):
             return Gradients(*shares)
         if total is None:
             # Sums of several shares are kept in fp32.

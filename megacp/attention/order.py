@@ -6,12 +6,12 @@ Legend: S tokens of a pack, or of one rank's part of it.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megacp.attention.stretches import on_device, ranges
 from megacp.batch import token_index
 
 
@@ -22,15 +22,29 @@ class Order(NamedTuple):
     by_pack: Tensor
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def zigzag(padded_lengths: tuple[int, ...], size: int, device: torch.device) -> Order:
     """How the rows of a pack with sequences of `padded_lengths` are dealt over `size` ranks (batch.token_index).
 
     The cut is the same at every scale: what one of c ranks holds of each sequence, taken for a sequence of its own and
     cut again over `size` ranks, is what the cut over c*size ranks gives to ranks c*size + 0, 1, .. of the whole.
     """
-    offsets = torch.tensor([0, *accumulate(padded_lengths)])
-    by_rank = torch.cat([token_index(offsets, rank, size) for rank in range(size)])
-    by_pack = torch.empty_like(by_rank)
-    by_pack[by_rank] = torch.arange(len(by_rank))
-    return Order(by_rank.to(device, torch.int32), by_pack.to(device, torch.int32))
+    chunks, total = 2 * size, sum(padded_lengths)
+    if wrong := [padded for padded in padded_lengths if padded % chunks]:
+        raise ValueError(f"{size} ranks cut sequences in {chunks} equal chunks, not one of {wrong[0]} tokens: pad it")
+    # Which chunks of a sequence a rank holds is a cut of as many tokens as there are chunks. [size, sequences, 2]
+    held = torch.stack([token_index(torch.tensor([0, chunks]), rank, size) for rank in range(size)])[:, None]
+    by_rank = (held + torch.arange(len(padded_lengths))[:, None] * chunks).flatten()
+    lengths = (torch.tensor(padded_lengths, dtype=torch.int64) // chunks).repeat_interleave(chunks)
+    starts = _before(lengths)
+    # Chunk for chunk, so that what is as long as the pack is made on the device.
+    places = torch.empty_like(starts)
+    places[by_rank] = _before(lengths[by_rank])
+    table = torch.stack((starts[by_rank], lengths[by_rank], places, lengths)).to(torch.int32)
+    rank_starts, rank_lengths, pack_starts, pack_lengths = on_device(table, device)
+    return Order(ranges(rank_starts, rank_lengths, total), ranges(pack_starts, pack_lengths, total))
+
+
+def _before(lengths: Tensor) -> Tensor:
+    """Where each begins if one lies after the other."""
+    return lengths.cumsum(0) - lengths

@@ -13,18 +13,17 @@ from megacp.attention.spans import Spans
 
 def join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, spans: Spans) -> None:
     """Join a result [rows, N, D] and its log-sum-exp [rows, N] into out [T, N, D] and lse [T, N], in place."""
-    if spans.covers(len(out)):
-        kernels.merge_(out, lse, part, part_lse)
-    elif len(spans.runs) == 1:
+    if not spans.queries.is_block and len(spans.runs) == 1:
         run = spans.runs[0]
         rows, rows_lse = kernels.query_rows(run, out), kernels.query_rows(run, lse)
         kernels.merge_(rows, rows_lse, part.unflatten(0, rows.shape[:2]), part_lse.unflatten(0, rows.shape[:2]))
-    elif len(part):
-        index = kernels.row_index(spans.q_starts, spans.q_lengths, out.device)
-        rows, rows_lse = out.index_select(0, index), lse.index_select(0, index)
-        kernels.merge_(rows, rows_lse, part, part_lse)
-        out.index_copy_(0, index, rows)
-        lse.index_copy_(0, index, rows_lse)
+        return
+    rows, rows_lse = spans.queries.of(out, lse)
+    kernels.merge_(rows, rows_lse, part, part_lse)
+    # Of a block they are views.
+    if not spans.queries.is_block:
+        spans.queries.put_(out, rows)
+        spans.queries.put_(lse, rows_lse)
 
 
 def whole(part: Tensor, part_lse: Tensor, spans: Spans, rows: int) -> tuple[Tensor, Tensor]:
@@ -32,8 +31,6 @@ def whole(part: Tensor, part_lse: Tensor, spans: Spans, rows: int) -> tuple[Tens
     if spans.covers(rows):
         return part, part_lse
     out, lse = part.new_zeros(rows, *part.shape[1:]), part_lse.new_full((rows, part.shape[1]), -inf)
-    if len(part):
-        index = kernels.row_index(spans.q_starts, spans.q_lengths, out.device)
-        out.index_copy_(0, index, part)
-        lse.index_copy_(0, index, part_lse)
+    spans.queries.put_(out, part)
+    spans.queries.put_(lse, part_lse)
     return out, lse

@@ -74,16 +74,28 @@ class Pack(NamedTuple):
         return Spans(tuple(found))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
+def _causal(pack: Pack, queries: Part, keys: Part, diagonal: bool) -> Spans:
+    """A block of `step`: over all steps there are three."""
+    return pack.spans((queries, keys), causal=diagonal)
+
+
+@lru_cache(maxsize=16)
+def _two_sided(pack: Pack) -> tuple[Spans, ...]:
+    """All queries against the keys of each rank; ranks with equally many real ones share spans."""
+    counts = [pack.real_rows(rank) for rank in range(pack.size)]
+    spans = {keys: pack.spans((WHOLE, WHOLE), keys=keys) for keys in set(counts)}
+    return tuple(spans[keys] for keys in counts)
+
+
 def block(pack: Pack, rank: int, number: int, mask: Mask) -> Spans:
     """What `rank` computes at ring step `number`; spans that are all masked are left out."""
     if mask.right == 0:
-        queries, keys, diagonal = step(rank, pack.size, number)
-        return pack.spans((queries, keys), causal=diagonal)
-    return pack.spans((WHOLE, WHOLE), keys=pack.real_rows((rank - number) % pack.size))
+        return _causal(pack, *step(rank, pack.size, number))
+    return _two_sided(pack)[(rank - number) % pack.size]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=32)
 def own_block(pack: Pack, rank: int, mask: Mask) -> tuple[Spans, Spans]:
     """Step 0 in two parts of equal work, so that both ends of the backward ring have something to hide behind."""
     if mask.right == 0:

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from megacp.attention.stretches import Stretches
 from megacp.config import ModelConfig
 
 # The CPU kernel computes whole blocks of 512 keys along the diagonal. Halving a sequence skips most of what is masked
@@ -277,24 +278,21 @@ class Spans:
         return tuple(span.k_length for span in self.spans)
 
     @cached_property
-    def rows(self) -> int:
-        """Queries of all spans."""
-        return sum(self.q_lengths)
+    def queries(self) -> Stretches:
+        return Stretches(self.q_starts, self.q_lengths)
 
     @cached_property
-    def _in_order(self) -> tuple[bool, bool]:
-        """Queries, keys: each span where the one before ends, the first at row 0?"""
-        places = (self.q_starts, self.q_lengths), (self.k_starts, self.k_lengths)
-        queries, keys = (all(map(int.__eq__, starts, accumulate(lengths, initial=0))) for starts, lengths in places)
-        return queries, keys
+    def keys(self) -> Stretches:
+        return Stretches(self.k_starts, self.k_lengths)
+
+    @property
+    def rows(self) -> int:
+        """Queries of all spans."""
+        return self.queries.rows
 
     def covers(self, rows: int) -> bool:
         """Are the queries of the spans rows 0..rows-1, in this order?"""
-        return self._in_order[0] and self.rows == rows
-
-    def covers_keys(self, keys: int) -> bool:
-        """Are the keys of the spans rows 0..keys-1, each once, in this order?"""
-        return self._in_order[1] and sum(self.k_lengths) == keys
+        return self.queries.covers(rows)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -328,19 +326,20 @@ class Spans:
         for window, found in sets.items():
             members = sorted(found)
             spans = self if len(sets) == 1 else Spans(tuple(self.spans[i] for i in members))
-            windowed.append(Windowed(window, spans, tuple(starts[i] for i in members)))
+            parts = Stretches(tuple(starts[i] for i in members), spans.q_lengths)
+            windowed.append(Windowed(window, spans, parts))
         return tuple(windowed)
 
 
 class Windowed(NamedTuple):
-    """Spans with one window, as `Span.window` counts it, and the rows where their results begin among those of all."""
+    """Spans with one window, as `Span.window` counts it, and the rows of their results among those of all."""
 
     window: Mask
     spans: Spans
-    parts: tuple[int, ...]
+    parts: Stretches
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def self_spans(lengths: tuple[int, ...], padded_lengths: tuple[int, ...], mask: Mask) -> Spans:
     """Every sequence of a whole pack attends to itself.
 
