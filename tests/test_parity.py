@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,29 +16,61 @@ from tests.spawn import run
 from tests.tiny import GPT2, Result, run_steps, whole, write_config, write_data
 
 STEPS = 20
+CP2, CP4 = (f"parallel.context_parallel_size={n}" for n in (2, 4))
+TP2, SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
+
+
+def types(cp_comm_type: str, levels: str = "null") -> tuple[str, str]:
+    """Overrides for the attention of all layers, or of each."""
+    return f"parallel.cp_comm_type={cp_comm_type}", f"parallel.hierarchical_context_parallel_sizes={levels}"
+
+
 LAYOUTS = {
-    "cp2": (2, ["parallel.context_parallel_size=2"]),
-    "cp4": (4, ["parallel.context_parallel_size=4"]),
-    "tp2": (2, ["parallel.tensor_model_parallel_size=2"]),
-    "tp2-sp": (2, ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]),
+    "cp2": (2, [CP2]),
+    "cp4": (4, [CP4]),
+    "tp2": (2, [TP2]),
+    "tp2-sp": (2, [TP2, SP]),
     "dp2": (2, []),
-    "dp2-cp2": (4, ["parallel.context_parallel_size=2"]),
-    "tp2-cp2": (4, ["parallel.tensor_model_parallel_size=2", "parallel.context_parallel_size=2"]),
-    "tp2-sp-cp2": (
-        4,
-        [
-            "parallel.tensor_model_parallel_size=2",
-            "parallel.context_parallel_size=2",
-            "parallel.sequence_parallel=true",
-        ],
-    ),
+    "dp2-cp2": (4, [CP2]),
+    "tp2-cp2": (4, [TP2, CP2]),
+    "tp2-sp-cp2": (4, [TP2, CP2, SP]),
 }
+MIXED = "[a2a+p2p, [a2a, 1], [all_gather, 1], p2p]"
+TYPES = {
+    "cp2 all_gather": (2, [CP2, *types("all_gather")]),
+    "cp2 a2a": (2, [CP2, *types("a2a")]),
+    "cp2 a2a+p2p": (2, [CP2, *types("a2a+p2p", "[2, 1]")]),
+    "cp2 mixed": (2, [CP2, *types("[p2p, all_gather, a2a, a2a+p2p]", "[1, 2]")]),
+    "cp4 all_gather": (4, [CP4, *types("all_gather")]),
+    "cp4 a2a": (4, [CP4, *types("a2a")]),
+    "cp4 a2a+p2p": (4, [CP4, *types("a2a+p2p", "[2, 2]")]),
+    "cp4 mixed": (4, [CP4, *types(MIXED, "[2, 2]")]),
+    "cp4 runs": (4, [CP4, *types("[[a2a, 2], [p2p, 2]]")]),
+    "tp2-sp-cp2 all_gather": (4, [TP2, CP2, SP, *types("all_gather")]),
+    "tp2-cp2 a2a": (4, [TP2, CP2, *types("a2a")]),
+    "tp2-cp2 a2a+p2p": (4, [TP2, CP2, *types("a2a+p2p", "[2, 1]")]),
+    "dp2-cp2 runs": (4, [CP2, *types("[[a2a, 2], [all_gather, 2]]")]),
+}
+MASKED = ("data.mask_between_documents=true", "data.eod_mask_loss=true")
+WINDOW = "model.window_size=[20, 0]"
 VARIANTS = {
     "dense": (),
-    "masked": ("data.mask_between_documents=true", "data.eod_mask_loss=true"),
+    "masked": MASKED,
     "micro2": ("train.micro_batch_size=2",),
     "gpt2-masked": (*GPT2, "data.mask_between_documents=true", "train.micro_batch_size=2"),
+    "window": (WINDOW,),
+    "window-masked": (WINDOW, *MASKED, "train.micro_batch_size=2"),
 }
+# Each type of attention with each variant somewhere: one by one they are tested against the exact formula.
+PAIRS = [
+    *product(LAYOUTS, ("dense", "masked", "micro2", "gpt2-masked")),
+    *(("cp2", "window"), ("cp4", "window-masked"), ("tp2-sp-cp2", "window-masked")),
+    *product(("cp2 all_gather", "cp2 a2a", "cp2 a2a+p2p"), ("dense", "window-masked")),
+    *product(("cp4 all_gather", "cp4 a2a", "cp4 a2a+p2p"), ("masked", "window")),
+    *product(("tp2-sp-cp2 all_gather", "tp2-cp2 a2a", "tp2-cp2 a2a+p2p"), ("masked",)),
+    *(("cp2 mixed", "masked"), ("cp4 mixed", "window-masked"), ("cp4 mixed", "gpt2-masked")),
+    *(("cp4 runs", "dense"), ("dp2-cp2 runs", "window-masked")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +107,9 @@ def check_gradients(ours: list[Result], expected: Result) -> None:
         assert error <= 1e-4 * max(np.linalg.norm(gradient), floor), (name, error, np.linalg.norm(gradient))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "variant"), PAIRS)
 def test_losses_and_gradients(config: Path, layout: str, variant: str) -> None:
-    ranks, overrides = LAYOUTS[layout]
+    ranks, overrides = (LAYOUTS | TYPES)[layout]
     expected = one_rank(config, VARIANTS[variant], STEPS)
     results = run(run_steps, ranks, config, [*VARIANTS[variant], *overrides], STEPS)
     assert expected.losses[0] == pytest.approx(np.log(257), rel=0.05)
@@ -87,10 +119,10 @@ def test_losses_and_gradients(config: Path, layout: str, variant: str) -> None:
     check_gradients(results, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "cp4 mixed", "tp2-cp2 a2a"])
 def test_final_weights_in_float64(config: Path, layout: str) -> None:
     """No more than 1e-9 of what twenty steps of the learning rate can move a weight."""
-    ranks, overrides = LAYOUTS[layout]
+    ranks, overrides = (LAYOUTS | TYPES)[layout]
     double = ("train.params_dtype=float64", *VARIANTS["masked"])
     expected = one_rank(config, double, STEPS)
     results = run(run_steps, ranks, config, [*double, *overrides], STEPS)
@@ -120,6 +152,6 @@ def test_recomputation_changes_nothing(config: Path) -> None:
         ["train.recompute_granularity=selective", "train.recompute_modules=[core_attn, mlp]"],
     )
     for kind in kinds:
-        results = run(run_steps, 2, config, [*VARIANTS["masked"], *kind, *LAYOUTS["cp2"][1]], 3)
+        results = run(run_steps, 2, config, [*VARIANTS["masked"], *kind, *TYPES["cp2 mixed"][1]], 3)
         assert results[0].losses == pytest.approx(expected.losses, rel=1e-5)
         check_gradients(results, expected)
