@@ -99,15 +99,14 @@ def test_any_pack_equals_reference(cp: int, lengths: list[int], left: int, right
 def test_bfloat16_is_as_exact_on_many_ranks_as_on_one() -> None:
     """The same inputs; errors are those against float64, relative to the Frobenius norm.
 
-    Kernels round what they return: out and the gradient of q of a ring are sums of rounded parts and no more than a
-    quarter worse, however many there are.
+    Where a2a repeats key/value heads, the gradients of the copies are rounded before they are summed.
     """
     packs = [(512,), (1, 37, 2, 150, 5, 290)]
     views = [VIEWS["causal"], VIEWS["full"], WINDOWS["long window"], VIEWS["two-sided"]]
 
     def relative(kinds: Sequence[Kind], cp: int) -> dict[Case, list[float]]:
-        rows = product(packs, views, kinds)
-        table = [Case(kind, pack, view, dtype="bfloat16", multiple=16) for pack, view, kind in rows]
+        rows = product(packs, views, kinds, (HEADS["MHA"], HEADS["GQA"]))
+        table = [Case(kind, pack, view, heads, "bfloat16", multiple=16) for pack, view, kind, heads in rows]
         errors = [[(e.square / e.exact_square) ** 0.5 for e in errors] for errors in measure(table, cp)]
         return dict(zip(table, errors, strict=True))
 
@@ -116,8 +115,10 @@ def test_bfloat16_is_as_exact_on_many_ranks_as_on_one() -> None:
     for cp in (2, 8):
         for case, errors in relative(KINDS[cp], cp).items():
             expected = alone[case._replace(kind=Kind("p2p"))]
-            for name, ours, theirs in zip(("out", "q", "k", "v"), errors, expected, strict=True):
-                assert ours <= 1.3 * theirs, (case, name, ours, theirs)
+            repeats = case.heads == HEADS["GQA"] and "a2a" in case.kind.comm_type
+            bounds = 1.2, 1.2, *([1.7] if repeats else [1.2]) * 2
+            for name, ours, theirs, bound in zip(("out", "q", "k", "v"), errors, expected, bounds, strict=True):
+                assert ours <= bound * theirs, (case, name, ours, theirs)
 
 
 def recomputed() -> list[tuple[Kind, bool]]:

@@ -123,7 +123,8 @@ def check(spans: Spans, dtype: torch.dtype, device: str) -> None:
         covered = spans.queries.index(torch.device("cpu"))
 
         part, part_lse = (x.cpu() for x in kernels.forward(q, k, v, spans, 0.3))
-        assert part.dtype == dtype and part_lse.dtype == kernels.statistics_dtype(dtype)
+        assert part_lse.dtype == kernels.statistics_dtype(dtype)
+        assert part.dtype == (dtype if device == "cuda" else part_lse.dtype)
         assert near(part, wanted[covered], bound)
         torch.testing.assert_close(part_lse.double(), wanted_lse[:, covered], atol=max(bound, 1e-6), rtol=1e-6)
 
@@ -141,7 +142,7 @@ def test_cutting_changes_no_number(mask: Mask) -> None:
     """Attention in tiles and halves, joined by log-sum-exps, is that of one kernel call to the last digits."""
     q, k, v, _ = inputs(1024, 1024, (2, 1), 16, torch.float64)
     spans = self_spans((512, 512), (512, 512), mask)
-    assert len(spans.halved_passes[0] + spans.halved_passes[1]) > 2
+    assert len(spans.passes[0] + spans.passes[1]) > 2
     out, lse = kernels.forward(q, k, v, spans, 0.2)
     wanted = dense(q, k, v, visible(spans, 1024, 1024), 0.2)
     torch.testing.assert_close((out, lse), wanted, atol=1e-13, rtol=1e-13)

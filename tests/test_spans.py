@@ -53,7 +53,7 @@ def result_rows(run: Run) -> list[int]:
 
 def scores(spans: Spans) -> int:
     """How many products of a query and a key are computed, at most."""
-    first, further = spans.halved_passes
+    first, further = spans.passes
     return sum(run.count * run.q_length * run.k_length for run in (*first, *further))
 
 
@@ -105,29 +105,29 @@ def test_runs_compute_what_is_visible_once(
     spans = Spans(tuple(one._replace(q=one.q + i * (q_length + 3), k=one.k + i * k_length) for i in range(count)))
     rows, keys = 5 + count * (q_length + 3), 2 + count * k_length
     seen = painted(spans.spans, rows, keys)
-    for first, further in (spans.halved_passes, spans.whole_passes):
-        runs = [*first, *further]
-        assert torch.equal(painted([each for run in runs for each in members(run)], rows, keys), seen)
-        assert [row for run in first for row in result_rows(run)] == list(range(spans.rows))
-        # Results are joined where they belong.
-        places = [row for each in spans.spans for row in range(each.q, each.q + each.q_length)]
-        for run in runs:
-            queries = [row for each in members(run) for row in range(each.q, each.q + each.q_length)]
-            assert [places[row] for row in result_rows(run)] == queries
-            assert run.low is None or run.q_length <= 192, "rows of a window are tiled"
+    first, further = spans.passes
+    runs = [*first, *further]
+    assert torch.equal(painted([each for run in runs for each in members(run)], rows, keys), seen)
+    assert [row for run in first for row in result_rows(run)] == list(range(spans.rows))
+    # Results are joined where they belong.
+    places = [row for each in spans.spans for row in range(each.q, each.q + each.q_length)]
+    for run in runs:
+        queries = [row for each in members(run) for row in range(each.q, each.q + each.q_length)]
+        assert [places[row] for row in result_rows(run)] == queries
+        assert run.low is None or run.q_length <= 192, "rows of a window are tiled"
 
 
 def test_plain_attention_is_not_cut() -> None:
     """One call for each shape, as without windows: causal and full attention are what is trained most."""
     for mask in (Mask(), Mask(None, 0)):
         spans = self_spans((2048, 2048, 200, 7), (2048, 2048, 200, 7), mask)
-        assert [(run.count, run.q_length) for run in spans.whole_passes[0]] == [(2, 2048), (1, 200), (1, 7)]
-        assert spans.whole_passes == spans.halved_passes and spans.whole_passes[1] == ()
-    first, further = self_spans((512,), (512,), Mask(None, 0)).halved_passes
+        first, further = spans.passes
+        assert [(run.count, run.q_length) for run in first] == [(2, 2048), (1, 200), (1, 7)] and further == ()
+    first, further = self_spans((512,), (512,), Mask(None, 0)).passes
     assert [(run.count, run.q_length) for run in first] == [(4, 128)]
     assert [(run.count, run.q_length, run.k_length) for run in further] == [(2, 128, 128), (1, 256, 256)]
     assert all(run.causal for run in first) and not any(run.causal for run in further)
-    assert len(self_spans((2 * LONGEST_HALVED,), (2 * LONGEST_HALVED,), Mask(None, 0)).halved_passes[0]) == 1
+    assert len(self_spans((2 * LONGEST_HALVED,), (2 * LONGEST_HALVED,), Mask(None, 0)).passes[0]) == 1
 
 
 def test_narrow_windows_are_cheap() -> None:
@@ -136,7 +136,7 @@ def test_narrow_windows_are_cheap() -> None:
     for mask, most in ((Mask(256, 0), 512), (Mask(64, 0), 128), (Mask(0, 0), 64), (Mask(128, 128), 512)):
         spans = self_spans((length,), (length,), mask)
         assert scores(spans) <= most * length < causal / 3
-        assert len(spans.halved_passes[0]) <= 8
+        assert len(spans.passes[0]) <= 8
     # A wide one computes little more than it shows.
     spans = self_spans((length,), (length,), Mask(1024, 0))
     assert scores(spans) <= 1.3 * int(painted(spans.spans, length, length).sum())
@@ -146,7 +146,7 @@ def test_tiny_sequences_need_few_calls() -> None:
     lengths = (40,) * 300 + (24,) * 200
     for mask in (Mask(), Mask(None, 0), Mask(16, 0), Mask(3, 2)):
         spans = self_spans(lengths, lengths, mask)
-        assert len(spans.spans) == 500 and len(spans.whole_passes[0]) == 2 and len(spans.by_window) == 1
+        assert len(spans.spans) == 500 and len(spans.passes[0]) == 2 and len(spans.by_window) == 1
 
 
 def test_runs_join_equal_neighbours_only() -> None:

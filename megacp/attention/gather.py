@@ -68,7 +68,7 @@ class _Gather(torch.autograd.Function):
         out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf, dtype=statistics_dtype(q.dtype))
         for spans in parts:
             part, part_lse = kernels.forward(q, keys, values, spans, scale)
-            spans.queries.put_(out, part)
+            spans.queries.put_(out, part.to(out.dtype))
             spans.queries.put_(lse, part_lse.t())
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout = parts, order, cp, scale

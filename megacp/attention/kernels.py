@@ -48,11 +48,13 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of q [T, N, D] over k, v [S, K, D] -> out [rows, N, D], log-sum-exp [N, rows] (fp32; fp64 for fp64).
 
-    The results are those of the queries of `spans`, one span after the other; rows between spans are left out.
+    The results are those of the queries of `spans`, one span after the other; rows between spans are left out. On a CPU
+    out is fp32 for lower precisions too: each part of a result that is rounded before it is merged adds an error. The
+    kernels of a GPU return the dtype of the queries.
     """
     if not any(spans.k_lengths):
-        shape = (spans.rows, *q.shape[1:])
-        return q.new_zeros(shape), q.new_full(shape[1::-1], -torch.inf, dtype=statistics_dtype(q.dtype))
+        shape, dtype = (spans.rows, *q.shape[1:]), statistics_dtype(q.dtype)
+        return q.new_zeros(shape, dtype=dtype), q.new_full(shape[1::-1], -torch.inf, dtype=dtype)
     q, k, v = _readable(q), _readable(k), _readable(v)
     return _cuda_forward(q, k, v, spans, scale) if q.is_cuda else _cpu_forward(q, k, v, spans, scale)
 
@@ -84,6 +86,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
         out, lse = forward(q, k, v, spans, scale)
+        out = out.to(q.dtype)
         if not spans.covers(len(q)):
             part, part_lse = out, lse
             out, lse = q.new_zeros(q.shape), lse.new_zeros(lse.shape[0], len(q))
@@ -162,20 +165,15 @@ def _cpu_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> tuple[T
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _passes(spans: Spans, dtype: torch.dtype) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Low precision is not halved: each part of a result is rounded, and there should be few."""
-    return spans.halved_passes if dtype.itemsize >= 4 else spans.whole_passes
-
-
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, Tensor]:
-    first, further = _passes(spans, q.dtype)
+    q, k, v = (x.to(statistics_dtype(q.dtype)) for x in (q, k, v))
+    first, further = spans.passes
     outs, statistics = zip(*(_cpu_run(q, k, v, run, scale) for run in first), strict=True)
     out, lse = _joined(outs), _joined(statistics)
-    total = out.to(lse.dtype) if further else out
     for run in further:
         place = (run.count, run.part, run.q_length, run.part_step)
-        merge_(_stretches(total, *place), _stretches(lse, *place), *_cpu_run(q, k, v, run, scale))
-    return total.to(q.dtype), lse.t()
+        merge_(_stretches(out, *place), _stretches(lse, *place), *_cpu_run(q, k, v, run, scale))
+    return out, lse.t()
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -206,26 +204,24 @@ def _cpu_backward(
     scale: float,
     into: Gradients | None,
 ) -> Gradients:
-    first, further = _passes(spans, q.dtype)
+    first, further = spans.passes
     runs = [part for run in (*first, *further) if run.k_length for part in run.groups(2 * len(k))]
-    given = into
-    # Sums of several shares are kept in fp32.
-    several = bool(further) or sum(run.count * run.k_length for run in runs) > len(k)
-    dtype = statistics_dtype(q.dtype) if several else q.dtype
+    given, dtype = into, q.dtype
+    dout, q, k, v, out = (x.to(statistics_dtype(dtype)) for x in (dout, q, k, v, out))
     for run in runs:
         views = (query_rows, query_rows, key_rows, key_rows, query_rows, query_rows)
         rows = [view(run, x).transpose(1, 2) for view, x in zip(views, (dout, q, k, v, out, lse), strict=True)]
         shares = _cpu_backward_kernel(*rows, 0.0, run.causal, attn_mask=_band(run, q.dtype), scale=scale)
         dq, dk, dv = (share.transpose(1, 2) for share in shares)
-        if into is None and dtype == q.dtype and _is_whole(run, q, k):
+        if into is None and _is_whole(run, q, k):
             into = Gradients(*(share.flatten(0, 1) for share in (dq, dk, dv)))
             continue
-        into = into or Gradients(*(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)))
+        into = into or Gradients(*map(torch.zeros_like, (q, k, v)))
         query_rows(run, into.q).add_(dq)
         _add_to_keys(run, into.k, dk)
         _add_to_keys(run, into.v, dv)
     assert into is not None
-    return into if into is given else Gradients(*(total.to(q.dtype) for total in into))
+    return into if into is given else Gradients(*(total.to(dtype) for total in into))
 
 
 def _cuda_arguments(q: Tensor, spans: Spans, window: Mask) -> tuple[tuple[Any, ...], dict[str, int]]:

@@ -186,13 +186,13 @@ class Run(NamedTuple):
         diagonal = Run(count, self.q, half, half, self.k, half, half, self.part, half, None, 0)
         return [diagonal, *below[::-1]] if below else [self]
 
-    def passes(self, halve: bool) -> tuple[list[Run], list[Run]]:
+    def passes(self) -> tuple[list[Run], list[Run]]:
         """Runs that touch each query row once, in order of their rows, and those that add to them.
 
         A run without limits, or as causal as the kernel's own mask, or one of few rows is computed as it is.
         """
         if self.causal:
-            first, *further = self.halved() if halve else [self]
+            first, *further = self.halved()
             return [first], further
         full = self.low is None and self.high is None
         low_enough = self.q_length <= _tile(self) and (self.low is not None or self.q_length * self.k_length <= SMALL)
@@ -200,9 +200,9 @@ class Run(NamedTuple):
             return [self], []
         if self.low is None and self.high is not None and self.k_length == self.q_length + self.high:
             diagonal = self._replace(k=self.k + self.high, k_length=self.q_length, high=0)
-            first, further = diagonal.passes(halve)
+            first, further = diagonal.passes()
             return first, [*further, self._replace(k_length=self.high, high=None)]
-        pieces = [piece.passes(halve) for i in range(self.count) for piece in self.every(i, self.count).cut()]
+        pieces = [piece.passes() for i in range(self.count) for piece in self.every(i, self.count).cut()]
         return [run for first, _ in pieces for run in first], [run for _, further in pieces for run in further]
 
     def cut(self) -> list[Run]:
@@ -300,17 +300,9 @@ class Spans:
         return tuple(joined(zip(accumulate(self.q_lengths, initial=0), self.spans, strict=False)))
 
     @cached_property
-    def halved_passes(self) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-        """`Run.passes` of all runs, with causal ones halved."""
-        return self._passes(True)
-
-    @cached_property
-    def whole_passes(self) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-        """`Run.passes` of all runs, with causal ones whole."""
-        return self._passes(False)
-
-    def _passes(self, halve: bool) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-        pieces = [run.passes(halve) for run in self.runs]
+    def passes(self) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+        """`Run.passes` of all runs."""
+        pieces = [run.passes() for run in self.runs]
         return tuple(run for first, _ in pieces for run in first), tuple(run for _, add in pieces for run in add)
 
     @cached_property
