@@ -51,6 +51,9 @@ class _LinearCrossEntropy(Function):
         tp, first, rows, scattered, chunk_size, with_grad = settings
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         full = all_gather(hidden, tp) if scattered else hidden
+        taught, length = _taught(mask), len(full)
+        if taught is not None:
+            full, labels, mask = full[taught], labels[taught], mask[taught]
         head = weight[:rows]
         total = torch.zeros((), dtype=exact, device=hidden.device)
         dhidden = torch.empty_like(full) if with_grad else None
@@ -67,6 +70,8 @@ class _LinearCrossEntropy(Function):
                 torch.matmul(dlogits, head, out=dhidden[part])
                 _accumulate_product(dweight[:rows], dlogits, chunk)
         if dhidden is not None and dweight is not None:
+            if taught is not None:
+                dhidden = dhidden.new_zeros(length, *dhidden.shape[1:]).index_copy_(0, taught, dhidden)
             # Each tp rank has the part of dhidden that flows through its rows of the vocabulary.
             dhidden = reduce_scatter(dhidden, tp) if scattered else all_reduce(dhidden, tp)
             ctx.save_for_backward(dhidden, dweight.to(weight.dtype))
@@ -78,6 +83,16 @@ class _LinearCrossEntropy(Function):
         dhidden, dweight = ctx.saved_tensors
         # In place: autograd itself refuses a second backward pass over a changed tensor.
         return dhidden.mul_(grad), dweight.mul_(grad), None, None, None
+
+
+def _taught(mask: Tensor) -> Tensor | None:
+    """The tokens with a weight, where leaving the others out saves work: of chats most are only read.
+
+    On a GPU their number would have to be waited for. tp ranks hold the same mask, so their collectives still match.
+    """
+    if mask.is_cuda or bool(mask.all()):
+        return None
+    return mask.nonzero()[:, 0]
 
 
 def _exp_and_loss(logits: Tensor, local: Tensor, tp: Group) -> tuple[Tensor, Tensor]:
