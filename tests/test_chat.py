@@ -41,6 +41,46 @@ SHAPES: dict[str, tuple[Any, list[dict[str, Any]], list[bool]]] = {
     ),
     "instruction alone": ({"instruction": "do", "output": "a"}, [user("do"), assistant("a")], [False, True]),
     "empty input": ({"instruction": "do", "input": "", "output": "a"}, [user("do"), assistant("a")], [False, True]),
+    "null messages": (
+        {"messages": None, "prompt": "q", "completion": "a"},
+        [user("q"), assistant("a")],
+        [False, True],
+    ),
+    "system": (
+        {"system": "s", "prompt": "q", "completion": "a", "history": None},
+        [{"role": "system", "content": "s"}, user("q"), assistant("a")],
+        [False, False, True],
+    ),
+    "system of messages": (
+        {"system": "s", "messages": [user("q"), assistant("a")]},
+        [{"role": "system", "content": "s"}, user("q"), assistant("a")],
+        [False, False, True],
+    ),
+    "system twice": (
+        {"system": "s", "messages": [{"role": "system", "content": "s"}, assistant("a")]},
+        [{"role": "system", "content": "s"}, assistant("a")],
+        [False, True],
+    ),
+    "history": (
+        {"system": "s", "instruction": "do", "output": "a", "history": [["q", "b"], ["r", ""]]},
+        [
+            {"role": "system", "content": "s"},
+            *(user("q"), assistant("b"), user("r"), assistant("")),
+            user("do"),
+            assistant("a"),
+        ],
+        [False, False, False, False, False, False, True],
+    ),
+    "history of a prompt with a system message": (
+        {
+            "prompt": [{"role": "system", "content": "s"}, user("r")],
+            "completion": "a",
+            "history": [["q", "b"]],
+            "system": "",
+        },
+        [{"role": "system", "content": "s"}, user("q"), assistant("b"), user("r"), assistant("a")],
+        [False, False, False, False, True],
+    ),
     # Null is as good as not there, and tool calls are the template's business.
     "tools": (
         {
@@ -104,6 +144,20 @@ def test_tools_are_kept():
 
 BAD: list[tuple[Any, str]] = [
     ([1], "not a JSON object but list"),
+    ({"messages": None}, "neither messages, prompt and completion"),
+    ({"prompt": "a", "completion": "b", "system": ["s"]}, "'system' is not text but list"),
+    (
+        {"prompt": [{"role": "system", "content": "s"}], "completion": "b", "system": "t"},
+        "'system' and a first message of role system, which contradict each other",
+    ),
+    ({"prompt": "a", "completion": "b", "history": "h"}, "'history' is not a list of turns but str"),
+    (
+        {"prompt": "a", "completion": "b", "history": [["q", "a"], ["q"]]},
+        r"history\[1\] is not a question and an answer",
+    ),
+    ({"instruction": "a", "output": "b", "history": [["q", None]]}, r"history\[0\] is not a question and an answer"),
+    ({"messages": [assistant("a", weight=float("nan"))]}, "NaN is no number of JSON"),
+    ({"messages": [assistant("a")], "tools": [{"x": -float("inf")}]}, "-Infinity is no number of JSON"),
     ({"text": "a"}, "neither messages, prompt and completion, nor instruction and output, but the keys 'text'"),
     ({"prompt": "a"}, "neither messages, prompt and completion"),
     ({}, "the keys none"),
@@ -145,3 +199,10 @@ def test_a_bad_record_is_named_with_what_is_wrong(record, message):
 def test_what_is_no_json_is_named_too():
     with pytest.raises(BadDocument, match=r"^chats\.jsonl:7: not JSON"):
         parse_conversation(RawDocument("chats.jsonl", 7, b'{"messages": '))
+
+
+@pytest.mark.parametrize("line", [b"[", b' [{"prompt": "a", "completion": "b"}]', b'\xef\xbb\xbf[{"messages":'])
+def test_an_array_is_told_from_lines(line):
+    with pytest.raises(BadDocument) as caught:
+        parse_conversation(RawDocument("chats.json", 1, line))
+    assert str(caught.value) == "chats.json:1: a JSON array, not JSON lines: jq -c '.[]' FILE > FILE.jsonl"

@@ -90,6 +90,8 @@ def test_what_cannot_be_packed_is_refused(inspected, chats):
 
 def test_without_a_report(inspected, chats):
     report = Path(f"{chats}_report.json")
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"not_nested": 1234}))
+    assert "2 bad and skipped, 1,234 that do not nest left out, 3 dropped" in inspected(chats)[1]
     report.write_text("[]")
     code, _, err = inspected(chats)
     assert code == 2 and "chats_report.json: not a report of prepare_sft.py" in err
@@ -140,8 +142,14 @@ def test_supervision_of_many_conversations(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(TOOLS))
     module = importlib.import_module("inspect_data")
     random = np.random.default_rng(0)
-    masks = [random.integers(0, 2, size) for size in random.integers(1, 300, 500)]
-    with TokenFileWriter(tmp_path / "mask", "uint8") as writer:
-        for mask in masks:
-            writer.add_document(mask)
-    assert module.supervised_counts(TokenFile(tmp_path / "mask")).tolist() == [int(mask.sum()) for mask in masks]
+    sizes = random.integers(1, 300, 500)
+    # Empty ones in the middle, several on end, and last.
+    sizes[[7, 8, 100, 498, 499]] = 0
+    for name, masks in (
+        ("mask", [random.integers(0, 2, size) for size in sizes]),
+        ("empty", [random.integers(0, 2, 0)] * 2),
+    ):
+        with TokenFileWriter(tmp_path / name, "uint8") as writer:
+            for mask in masks:
+                writer.add_document(mask, [len(mask)])
+        assert module.supervised_counts(TokenFile(tmp_path / name)).tolist() == [int(mask.sum()) for mask in masks]

@@ -219,13 +219,42 @@ def test_bad_records_stop_the_work_or_are_counted(refused, tmp_path):
     assert (report["read"], report["bad"], report["written"]) == (4, 2, 2)
 
 
-def test_a_template_that_does_not_nest_is_no_bad_record(tool, tmp_path):
+def test_conversations_that_do_not_nest_are_counted_apart(refused, tmp_path):
     pytest.importorskip("transformers")
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ loop.length }} {{ m.content }}{% endfor %}")
-    task = tool.Task("ByteLevelTokenizer", template=str(template), skip_bad=True)
-    with pytest.raises(ValueError, match=r"^chats\.jsonl:1: the prefixes of the chat template do not nest, .* token 0"):
-        tool.prepare(task, [RawDocument("chats.jsonl", 1, json.dumps(CHAT).encode())])
+    template.write_text("{% for m in messages %}{{ loop.length if m.content == 'b' }}{{ m.content }}{% endfor %}")
+    chats = write_chats(tmp_path / "chats.jsonl", [{"prompt": "a", "completion": "c"}, CHAT, {"messages": []}, CHAT])
+    arguments = ("--input", chats, *BYTES[:2], "--output-prefix", tmp_path / "out", "--workers", 1)
+    arguments += ("--chat-template", template)
+    reason = f"{chats}:2: the prefixes of the chat template do not nest, "
+    said = refused(*arguments)
+    assert said.startswith(f"prepare_sft.py: {reason}") and "--skip-bad leaves such conversations out" in said
+    out = run(*arguments, "--skip-bad")
+    assert f"1 bad conversations skipped, the first: {chats}:3: no message\n" in out
+    assert f"2 conversations that do not nest skipped, the first: {reason}" in out
+    report = json.loads((tmp_path / "out_report.json").read_text())
+    assert [report[name] for name in ("read", "bad", "not_nested", "written")] == [4, 1, 2, 1]
+    write_chats(chats, [CHAT])
+    said = refused(*arguments, "--skip-bad")
+    assert "0 bad, 1 that do not nest, the first: " in said
+
+
+def test_a_template_that_hides_its_markers_stops_the_work(tool, tmp_path):
+    pytest.importorskip("transformers")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% set x %}{% generation %}{{ messages[-1].content }}{% endgeneration %}{% endset %}{{ x }}")
+    with pytest.raises(ValueError, match=r"{% generation %} in line 1 inside a macro"):
+        prepared(tool, [CHAT], "ByteLevelTokenizer", None, str(template), skip_bad=True)
+
+
+def test_a_second_run_does_not_read_the_report_of_the_first(tmp_path):
+    write_chats(tmp_path / "chats.jsonl", [CHAT])
+    for _ in range(2):
+        run("--input", tmp_path, *BYTES, "--output-prefix", tmp_path / "out", "--workers", 1)
+        assert json.loads((tmp_path / "out_report.json").read_text())["read"] == 1
+    # A file that is named is read whatever its name.
+    (tmp_path / "chats.jsonl").rename(tmp_path / "chats.json")
+    run("--input", tmp_path / "chats.json", *BYTES, "--output-prefix", tmp_path / "out", "--workers", 1)
 
 
 def test_mistakes_are_one_line(refused, tmp_path):
@@ -237,6 +266,7 @@ def test_mistakes_are_one_line(refused, tmp_path):
     assert "--long-conversations drop needs --max-length" in refused(*arguments, "--long-conversations", "drop")
     assert "1 is less than 2" in refused(*arguments, "--max-length", 1)
     assert "'{' is not JSON" in refused(*arguments, "--template-variables", "{")
+    assert "is not JSON: " in refused(*arguments, "--template-variables", '{"x": "\\ud800"}')
     assert "'[]' is not a JSON object" in refused(*arguments, "--template-variables", "[]")
     assert "takes no variables, got x" in refused(*arguments, "--template-variables", '{"x": 1}')
     assert "this tokenizer has no chat template" in refused(*arguments, "--chat-template", "tokenizer")

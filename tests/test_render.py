@@ -326,9 +326,167 @@ def test_markers_must_enclose_the_answers(by_file):
     )
     with pytest.raises(NotNested, match="the generation markers of the chat template enclose nothing of it"):
         by_file(marked)(conversation([assistant("")]))
-    messages = [assistant(""), assistant("a"), assistant("b", learned=False)]
-    with pytest.raises(NotNested, match="enclose 2 pieces, but there are 3 answers"):
-        by_file(marked)(conversation(messages))
+
+
+def test_the_pieces_between_markers_are_those_of_the_answers_chosen(chatml, by_file):
+    """There are as many pieces as answers, yet the first has two and the second none."""
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% if m.tool_calls %}<|im_start|>"
+        "{% generation %}{{ m.tool_calls[0].function.name }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    messages = [
+        user("a") | {"content": ""},
+        assistant("two", tool_calls=[CALL], learned=False),
+        RESULT | {"content": ""},
+        assistant(""),
+        assistant("b"),
+    ]
+    assert learned_runs(by_file(marked)(conversation(messages)), chatml) == ["b<|im_end|>"]
+    assert learned_runs(by_file(marked)(conversation(messages[:4] + [assistant("c", learned=False)])), chatml) == []
+    messages[1].pop("learned")
+    messages[4]["learned"] = False
+    assert learned_runs(by_file(marked)(conversation(messages)), chatml) == ["two<|im_end|>", "sum<|im_end|>"]
+    assert learned_runs(by_file(marked, last_only=True)(conversation(messages[:2])), chatml) == [
+        "two<|im_end|>",
+        "sum<|im_end|>",
+    ]
+
+
+def test_markers_that_do_not_nest_are_refused(by_file):
+    """The text of the prefix is the same, what is marked in it is not; and the text is not the same either."""
+    messages = [assistant("a"), assistant("b", learned=False)]
+    last = (
+        "{% for m in messages %}{% if loop.last %}<|im_start|>{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{% generation %}<|im_start|>{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(NotNested, match="do not enclose the same of the first message alone as within the whole"):
+        by_file(last)(conversation(messages))
+    counted = (
+        "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(NotNested, match="token 0 of the first message is '1', but '2' in the whole conversation"):
+        by_file(counted)(conversation(messages))
+
+
+MARKED = "<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+EACH = "{% for m in messages %}BODY{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro one(m) %}" + MARKED + "{% endmacro %}" + EACH.replace("BODY", "{{ one(m) }}"),
+        EACH.replace("BODY", "{% set turn %}" + MARKED + "{% endset %}{{ turn }}"),
+        EACH.replace("BODY", "{% filter trim %}" + MARKED + "{% endfilter %}"),
+        "{% macro one() %}{{ caller() }}{% endmacro %}"
+        + EACH.replace("BODY", "{% call one() %}" + MARKED + "{% endcall %}"),
+        "{% for m in messages recursive %}" + MARKED + "{% endfor %}",
+        EACH.replace("BODY", "{% generation %}x" + MARKED + "{% endgeneration %}"),
+    ],
+)
+def test_markers_in_text_that_is_held_back_are_refused(template, by_file):
+    """transformers would take them to lie further left than they do."""
+    with pytest.raises(ValueError, match=r"has {% generation %} in line 2 inside a macro, set") as caught:
+        by_file(template)(conversation([assistant("a")]))
+    # It is the template's fault, which no skipping of conversations helps against.
+    assert not isinstance(caught.value, BadDocument | NotNested) and "\n" not in str(caught.value)
+
+
+def test_markers_where_nothing_is_held_back(chatml, by_file):
+    template = (
+        "{% macro other() %}x{% endmacro %}{% if true %}{{ other() }}" + EACH.replace("BODY", MARKED) + "{% endif %}"
+    )
+    rendered = by_file(template)(conversation([assistant("a"), assistant("b")]))
+    assert learned_runs(rendered, chatml) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_marker_in_a_comment_is_none(chatml, by_file):
+    rendered = by_file("{# no {% generation %} here #}" + SMOLLM2)(conversation([user("a"), assistant("b")]))
+    assert learned_runs(rendered, chatml) == ["b<|im_end|>"]
+
+
+def test_an_end_of_turn_that_nobody_learns_is_noted(by_file):
+    """Without markers: it is written only before the next message."""
+    between = (
+        "{% for m in messages %}{% if not loop.first %}<|im_end|>\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_end|>\n<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    for turns in (messages, messages[:2], messages[:3]):
+        assert by_file(between)(conversation(turns)).notes == (END_OF_TURN_UNMARKED,)
+        assert by_file(SMOLLM2)(conversation(turns)).notes == ()
+    assert by_file(between)(conversation([user("a"), assistant("b", learned=False)])).notes == ()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "<|im_end|>", "arguments": {}},
+        {"name": "f", "arguments": {"x": ["<|im_end|>"]}},
+        {"name": "f", "<|im_end|>": 1},
+    ],
+)
+def test_control_tokens_in_tool_calls_and_tools_are_noted(call, chatml):
+    render = Renderer(chatml, build_template("chatml", chatml))
+    messages = [user("a"), assistant("", tool_calls=[{"function": call}])]
+    assert CONTROL_TOKENS_IN_TEXT in render(conversation(messages)).notes
+    assert CONTROL_TOKENS_IN_TEXT in render(conversation([user("a"), assistant("b")], tools=[call])).notes
+    messages[1]["tool_calls"] = [CALL]
+    assert render(conversation(messages, tools=[CALL])).notes == (TOOLS_IGNORED,)
+
+
+@pytest.mark.parametrize("kind", ["prefixes", "markers"])
+def test_lone_surrogates_are_found_before_anything_is_rendered(kind, tokenizers):
+    """Wherever they are: the tokenizer would fall over them in the middle of a check."""
+    tokenizer = tokenizers["chatml", kind]
+    render = Renderer(tokenizer, build_template("tokenizer", tokenizer))
+    call = {"function": {"name": "f", "arguments": {"\ud800": 1}}}
+    for messages, tools in (
+        ([user("\ud800"), assistant("b")], None),
+        ([user("a"), assistant("", tool_calls=[call])], None),
+        ([user("a"), assistant("b")], [{"name": "\udfff"}]),
+    ):
+        with pytest.raises(BadDocument, match="lone surrogate"):
+            render(conversation(messages, tools))
+
+
+def test_numbers_that_json_has_not_are_no_arguments(chatml):
+    render = Renderer(chatml, build_template("chatml", chatml))
+    for arguments in ('{"x": NaN}', {"x": float("inf")}):
+        with pytest.raises(BadDocument, match="the arguments of a call of f hold a number that JSON has not"):
+            render(conversation([assistant("", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])]))
+
+
+def test_rendering_is_not_repeated_for_what_is_known(by_file, monkeypatch):
+    """Twice an answer, for its begin and its end, and three times for the whole and the first look for a prompt."""
+    render = by_file(THINKING)
+    template: Any = render._template
+    calls, rendered = [], template._rendered
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        return rendered(*arguments, **named)
+
+    monkeypatch.setattr(template, "_rendered", counted)
+    render(conversation([user("a"), assistant("b")] * 20))
+    assert len(calls) <= 2 * 20 + 3
+
+
+def test_a_header_is_looked_for_after_every_role(by_file):
+    """A generation prompt after a user's words is none after a tool's."""
+    partly = THINKING.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1].role != 'tool' %}"
+    )
+    messages = [user("a"), assistant("b"), RESULT, assistant("c")]
+    with pytest.raises(NotNested, match="does not show where the assistant's tokens begin"):
+        by_file(partly)(conversation(messages))
+
+
+def test_messages_that_a_template_wants(by_file):
+    first = "{% if not messages %}{{ raise_exception('too few') }}{% endif %}" + THINKING
+    with pytest.raises(BadDocument, match="does not render a conversation without messages: too few"):
+        by_file(first)(conversation([assistant("b")]))
 
 
 def test_what_a_template_does_not_render_is_a_bad_record(by_file):

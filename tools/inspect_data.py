@@ -101,10 +101,13 @@ def print_document(file: TokenFile, i: int, arguments: Namespace) -> None:
 
 def supervised_counts(mask: TokenFile) -> np.ndarray:
     """Supervised tokens of each conversation, int64. Reads the mask through a map."""
-    if not len(mask):
-        return np.zeros(0, np.int64)
-    bits = np.memmap(f"{mask.prefix}.bin", np.uint8, mode="r")
-    return np.add.reduceat(bits, mask.pointers, dtype=np.int64)
+    counts = np.zeros(len(mask), np.int64)
+    # Of an empty stretch reduceat gives the entry that follows; the others alone lie back to back just as well.
+    filled = np.flatnonzero(mask.lengths)
+    if len(filled):
+        bits = np.memmap(f"{mask.prefix}.bin", np.uint8, mode="r")
+        counts[filled] = np.add.reduceat(bits, mask.pointers[filled], dtype=np.int64)
+    return counts
 
 
 def print_supervision(lengths: np.ndarray, supervised: np.ndarray) -> None:
@@ -126,6 +129,8 @@ def print_report(prefix: str) -> None:
     try:
         report = json.loads(path.read_text("utf-8"))
         print(f"prepared: {report['read']:,} read, {report['bad']:,} bad and skipped", end="")
+        if not_nested := report.get("not_nested"):
+            print(f", {not_nested:,} that do not nest left out", end="")
         print(f", {report['dropped']:,} dropped ({report['dropped_tokens']:,} tokens)", end="")
         print(f", {report['truncated']:,} truncated (by {report['truncated_tokens']:,} tokens)", end="")
         print(f"; max_length {report['max_length']}, {report['long_conversations']}", end="")

@@ -34,6 +34,7 @@ from megacp.data.render import (
     END_OF_TURN_UNMARKED,
     TOOL_CALLS_IGNORED,
     TOOLS_IGNORED,
+    NotNested,
     Renderer,
     build_template,
 )
@@ -43,12 +44,13 @@ from megacp.data.tokens import TokenFileWriter, best_dtype
 from megacp.data.workers import in_order, progress
 
 _BATCH_BYTES = 1 << 20
-_JSONL = tuple(end + squeezed for end in (".jsonl", ".ndjson", ".json") for squeezed in ("", ".gz", ".zst"))
+# Of a folder not .json: an earlier run may have left its report there.
+_JSONL = tuple(end + squeezed for end in (".jsonl", ".ndjson") for squeezed in ("", ".gz", ".zst"))
 _ODD = {
     TOOLS_IGNORED: "define tools, which the template does not write down",
     TOOL_CALLS_IGNORED: "call tools, which the template does not write down",
     CONTROL_TOKENS_IN_TEXT: "hold the text of a control token in a message, which becomes that token",
-    END_OF_TURN_UNMARKED: "have answers whose end of turn the template's markers leave out, so it is not learned",
+    END_OF_TURN_UNMARKED: "have answers whose end of turn the template does not count as theirs, so it is not learned",
 }
 
 
@@ -73,6 +75,8 @@ class Prepared:
 
     ids, learned  [tokens of the batch], dtype by the vocabulary and uint8
     lengths       tokens of each conversation
+    bad           what is wrong with each bad conversation
+    not_nested    and with each that does not show which tokens are the assistant's
     counts        of what PREFIX_report.json tells
     """
 
@@ -80,6 +84,7 @@ class Prepared:
     learned: np.ndarray
     lengths: list[int]
     bad: list[str] = field(default_factory=list)
+    not_nested: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -94,6 +99,7 @@ def _tools(task: Task) -> tuple[Tokenizer, Renderer]:
 def _object(text: str) -> dict[str, Any]:
     try:
         variables = json.loads(text)
+        json.dumps(variables, ensure_ascii=False).encode("utf-8")  # no lone surrogates
     except ValueError as error:
         raise ValueError(f"--template-variables {text!r} is not JSON: {error}") from error
     if not isinstance(variables, dict):
@@ -115,7 +121,7 @@ def fit(length: int, task: Task, where: str) -> slice | None:
 
 
 def prepare(task: Task, batch: list[RawDocument]) -> Prepared:
-    """Raises BadDocument unless bad ones are skipped, and ValueError for what no skipping helps against."""
+    """Raises BadDocument or NotNested unless bad ones are skipped, and ValueError where no skipping helps."""
     tokenizer, render = _tools(task)
     ids, learned = [np.empty(0, best_dtype(tokenizer.vocab_size))], [np.empty(0, np.uint8)]
     prepared = Prepared(ids[0], learned[0], [])
@@ -127,6 +133,11 @@ def prepare(task: Task, batch: list[RawDocument]) -> Prepared:
             if not task.skip_bad:
                 raise
             prepared.bad.append(str(error))
+            continue
+        except NotNested as error:
+            if not task.skip_bad:
+                raise NotNested(f"{error}; --skip-bad leaves such conversations out") from error
+            prepared.not_nested.append(str(error))
             continue
         length = len(rendered.ids)
         kept = fit(length, task, conversation.where)
@@ -146,7 +157,7 @@ def prepare(task: Task, batch: list[RawDocument]) -> Prepared:
 
 
 def report_of(task: Task, inputs: list[str], counts: Counter[str], vocab_size: int) -> dict[str, Any]:
-    numbers = ("read", "bad", "dropped", "dropped_tokens", "written", "tokens", "supervised_tokens")
+    numbers = ("read", "bad", "not_nested", "dropped", "dropped_tokens", "written", "tokens", "supervised_tokens")
     return {
         "input": inputs,
         "tokenizer_type": task.tokenizer_type,
@@ -198,43 +209,51 @@ def prepare_files(arguments: Namespace) -> int:
     dtype = best_dtype(vocab_size)
     with TokenFileWriter(prefix, dtype) as tokens:
         with TokenFileWriter(f"{prefix}_loss_mask", np.uint8) as mask:
-            counts, bad = write(task, sources, arguments.workers, tokens, mask)
+            counts, left_out = write(task, sources, arguments.workers, tokens, mask)
             if not counts["supervised_tokens"]:
-                raise ValueError(_nothing(counts, len(sources), bad))
+                raise ValueError(_nothing(counts, len(sources), left_out))
             # An older run's index must not make the new mask and report look whole.
             Path(f"{prefix}.idx").unlink(missing_ok=True)
         write_report(Path(f"{prefix}_report.json"), report_of(task, arguments.input, counts, vocab_size))
-    tell(prefix, counts, f"{dtype}, vocabulary {vocab_size:,}", bad)
+    tell(prefix, counts, f"{dtype}, vocabulary {vocab_size:,}", left_out)
     return 0
 
 
 def write(
     task: Task, sources: list[Source], workers: int, tokens: TokenFileWriter, mask: TokenFileWriter
-) -> tuple[Counter[str], str]:
-    """All conversations in order. Gives the counts of the report and what is wrong with the first bad one."""
-    counts, first_bad = Counter[str](), ""
+) -> tuple[Counter[str], dict[str, str]]:
+    """All conversations in order. Gives the counts of the report, and what is wrong with the first left out.
+
+    Of those that are bad and those that do not nest, by the names of their counts; "" where there is none.
+    """
+    counts, first = Counter[str](), {"bad": "", "not_nested": ""}
     with progress(max(1, sum(source.size for source in sources))) as advance:
         work = functools.partial(prepare, task)
         for prepared, consumed in in_order(work, batches(sources, _BATCH_BYTES), workers):
             tokens.add_documents(prepared.ids, prepared.lengths)
             mask.add_documents(prepared.learned, prepared.lengths)
-            first_bad = first_bad or next(iter(prepared.bad), "")
+            for name, reasons in (("bad", prepared.bad), ("not_nested", prepared.not_nested)):
+                first[name] = first[name] or next(iter(reasons), "")
+                counts[name] += len(reasons)
             counts.update(prepared.counts)
-            counts.update(written=len(prepared.lengths), tokens=len(prepared.ids), bad=len(prepared.bad))
+            counts.update(written=len(prepared.lengths), tokens=len(prepared.ids))
             counts.update(supervised_tokens=int(prepared.learned.sum(dtype=np.int64)))
             advance(consumed, len(prepared.ids))
-    counts["read"] = counts["written"] + counts["dropped"] + counts["bad"]
-    return counts, first_bad
+    counts["read"] = sum(counts[name] for name in ("written", "dropped", "bad", "not_nested"))
+    return counts, first
 
 
-def _nothing(counts: Counter[str], files: int, bad: str) -> str:
+def _nothing(counts: Counter[str], files: int, left_out: dict[str, str]) -> str:
+    bad, not_nested = left_out["bad"], left_out["not_nested"]
     return (
         f"no token to learn in {files} files: {counts['written']:,} conversations, all without supervision, "
-        f"{counts['dropped']:,} dropped, {counts['bad']:,} bad" + (f", the first: {bad}" if bad else "")
+        f"{counts['dropped']:,} dropped, {counts['bad']:,} bad"
+        + (f", the first: {bad}" if bad else "")
+        + (f", {counts['not_nested']:,} that do not nest, the first: {not_nested}" if not_nested else "")
     )
 
 
-def tell(prefix: str, counts: Counter[str], kind: str, bad: str) -> None:
+def tell(prefix: str, counts: Counter[str], kind: str, left_out: dict[str, str]) -> None:
     share = f"{100 * counts['supervised_tokens'] / counts['tokens']:.1f} % supervised"
     print(f"{prefix}: {counts['written']:,} conversations, {counts['tokens']:,} tokens, {share}, {kind}")
     if counts["dropped"]:
@@ -246,17 +265,22 @@ def tell(prefix: str, counts: Counter[str], kind: str, bad: str) -> None:
     for name, what in _ODD.items():
         if counts[name]:
             print(f"warning: {counts[name]:,} conversations {what}")
-    if bad:
-        print(f"{counts['bad']:,} bad conversations skipped, the first: {bad}")
+    for name, what in (("bad", "bad conversations"), ("not_nested", "conversations that do not nest")):
+        if left_out[name]:
+            print(f"{counts[name]:,} {what} skipped, the first: {left_out[name]}")
 
 
 def main() -> int:
     # As an exception, so that files half written are removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = Command(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="JSONL files, or folders of them")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PATH", help="JSONL files, or folders of .jsonl and .ndjson"
+    )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="begin of the names that are written")
-    parser.add_argument("--skip-bad", action="store_true", help="count bad conversations instead of stopping")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="count conversations that are bad or do not nest instead of stopping"
+    )
     available = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=at_least(1), default=available, help="processes (one a core)")
     add_tokenizer_arguments(parser, required=True)

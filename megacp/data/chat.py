@@ -4,6 +4,9 @@
     {"prompt": "..", "completion": ".."}                 each a text or a list of messages
     {"instruction": "..", "input": "..", "output": ".."}
 
+Beside any of them `system` is the text of a first message; beside the last two `history` holds earlier turns that
+are not learned, [[question, answer], ..]. What is null counts as not there.
+
 Whatever else a message holds (tool_calls, name, ..) goes to the chat template as it stands. `weight` (0 or 1) and
 `train` (true or false) of an assistant's message say whether its words are to be learned; the template sees neither.
 """
@@ -44,9 +47,9 @@ class Conversation:
 
 def parse_conversation(document: RawDocument) -> Conversation:
     """Raises BadDocument with file, line and what is wrong."""
-    record, where = parse_record(document), f"{document.path}:{document.line}"
+    record, where = parse_record(document, strict=True), f"{document.path}:{document.line}"
     try:
-        messages, learned = _messages_of(record)
+        messages, learned = _with_system(record, *_messages_of(record))
         if not messages:
             raise ValueError("no message")
         if not any(message["role"] == "assistant" for message in messages):
@@ -57,19 +60,54 @@ def parse_conversation(document: RawDocument) -> Conversation:
 
 
 def _messages_of(record: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bool]]:
-    if "messages" in record:
+    if record.get("messages") is not None:
         return _turns(record["messages"], "messages")
     if "prompt" in record and "completion" in record:
         asked, _ = _turns(_as_messages(record["prompt"], "user"), "prompt")
         given, learned = _turns(_as_messages(record["completion"], "assistant"), "completion")
         # What an assistant said in the prompt is given, as everything there.
-        return asked + given, [False] * len(asked) + learned
+        return _after_history(record, asked + given, [False] * len(asked) + learned)
     if "instruction" in record and "output" in record:
         instruction, context, output = (_text_of(record, key) for key in ("instruction", "input", "output"))
         asked = f"{instruction}\n\n{context}" if context else instruction
-        return [{"role": "user", "content": asked}, {"role": "assistant", "content": output}], [False, True]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+        return _after_history(record, turns, [False, True])
     keys = ", ".join(map(repr, list(record)[:8])) or "none"
     raise ValueError(f"neither messages, prompt and completion, nor instruction and output, but the keys {keys}")
+
+
+def _with_system(
+    record: dict[str, Any], messages: list[dict[str, Any]], learned: list[bool]
+) -> tuple[list[dict[str, Any]], list[bool]]:
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise ValueError(f"'system' is not text but {type(system).__name__}")
+    if not system:
+        return messages, learned
+    if not _begins_with_system(messages):
+        return [{"role": "system", "content": system}, *messages], [False, *learned]
+    if messages[0].get("content") != system:
+        raise ValueError("'system' and a first message of role system, which contradict each other")
+    return messages, learned
+
+
+def _after_history(
+    record: dict[str, Any], messages: list[dict[str, Any]], learned: list[bool]
+) -> tuple[list[dict[str, Any]], list[bool]]:
+    history = record.get("history")
+    if history is not None and not isinstance(history, list):
+        raise ValueError(f"'history' is not a list of turns but {type(history).__name__}")
+    earlier: list[dict[str, Any]] = []
+    for k, turn in enumerate(history or []):
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise ValueError(f"history[{k}] is not a question and an answer, two texts")
+        earlier += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    at = int(_begins_with_system(messages))
+    return messages[:at] + earlier + messages[at:], learned[:at] + [False] * len(earlier) + learned[at:]
+
+
+def _begins_with_system(messages: list[dict[str, Any]]) -> bool:
+    return bool(messages) and messages[0]["role"] == "system"
 
 
 def _text_of(record: dict[str, Any], key: str) -> str:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _COMPRESSED = (".gz", ".zst")
@@ -123,11 +123,13 @@ def parse(document: RawDocument, keys: Sequence[str]) -> list[str]:
     return [_text(record, key, f"{document.path}:{document.line}") for key in keys]
 
 
-def parse_record(document: RawDocument) -> dict[str, Any]:
-    """The JSON object of a line. Raises BadDocument."""
+def parse_record(document: RawDocument, strict: bool = False) -> dict[str, Any]:
+    """The JSON object of a line; with `strict` one without NaN and Infinity, which JSON has not. Raises BadDocument."""
     text, where = _decoded(document), f"{document.path}:{document.line}"
+    if document.line == 1 and text.lstrip().startswith("["):
+        raise BadDocument(f"{where}: a JSON array, not JSON lines: jq -c '.[]' FILE > FILE.jsonl")
     try:
-        record = json.loads(text)
+        record = json.loads(text, parse_constant=_no_constant if strict else None)
     except json.JSONDecodeError as error:
         raise BadDocument(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
     except (RecursionError, ValueError) as error:
@@ -135,6 +137,10 @@ def parse_record(document: RawDocument) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BadDocument(f"{where}: not a JSON object but {type(record).__name__}")
     return record
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _decoded(document: RawDocument) -> str:

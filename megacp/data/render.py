@@ -8,8 +8,9 @@ token by token. Nothing is guessed: what does not nest is refused.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +22,7 @@ from megacp.data.documents import BadDocument
 from megacp.data.templates import BUILT_IN, BuiltIn
 from megacp.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-_MARKER = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _PROBE = "answer"
 
 # What may be odd about a conversation without making it a bad one.
@@ -79,19 +80,18 @@ class Renderer:
 
     def __call__(self, conversation: Conversation) -> Rendered:
         """Raises BadDocument or NotNested."""
+        texts = list(_texts([conversation.messages, conversation.tools]))
+        # Before a template or tokenizer meets it.
+        if any(map(_LONE_SURROGATE.search, texts)):
+            raise BadDocument(f"{conversation.where}: a message or tool holds a lone surrogate, which is no text")
         layout = self._template.lay_out(conversation, conversation.learned_answers(self._last_only))
-        try:
-            layout.text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadDocument(f"{conversation.where}: a message holds a lone surrogate, which is no text") from error
         ids = self._tokenizer.encode(layout.text)
         if not ids:
             raise BadDocument(f"{conversation.where}: renders to no token")
         learned = np.zeros(len(ids), np.uint8)
         for begin, end in self._token_spans(layout, ids, conversation.where):
             learned[begin:end] = 1
-        contents = (message.get("content", "") for message in conversation.messages)
-        odd = self._control is not None and any(map(self._control.search, contents))
+        odd = self._control is not None and any(map(self._control.search, texts))
         notes = (*layout.notes, CONTROL_TOKENS_IN_TEXT) if odd else layout.notes
         return Rendered(np.array(ids), learned, notes)
 
@@ -114,6 +114,19 @@ class Renderer:
                     "there"
                 )
             yield first, last
+
+
+def _texts(given: Any) -> Iterator[str]:
+    """All texts in a value of JSON, names of keys included."""
+    waiting = [given]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value
 
 
 def token_edges(
@@ -182,18 +195,59 @@ class JinjaTemplate:
     def lay_out(self, conversation: Conversation, answers: list[int]) -> Layout:
         text, marked = self._render(conversation)
         notes = self._ignored(conversation, text)
-        if _MARKER.search(self._source(conversation.tools)):
-            spans = [self._without_space_after(text, span) for span in _chosen(marked, conversation, answers)]
-            unmarked = any(self._end_is_unmarked(text, end) for _, end in spans)
-            return Layout(text, spans, widened=True, notes=notes + (END_OF_TURN_UNMARKED,) * unmarked)
-        return Layout(text, [self._span(conversation, text, i, answers) for i in answers], notes=notes)
+        has_markers = _has_markers(self._source(conversation.tools))
+        if has_markers:
+            chosen = self._chosen(conversation, text, marked, answers)
+            spans = [self._without_space_after(text, span) for span in chosen]
+        else:
+            prompted: set[str] = set()
+            spans = [self._span(conversation, text, i, answers, prompted) for i in answers]
+        unmarked = any(self._end_is_unmarked(conversation, text, end) for _, end in spans)
+        return Layout(text, spans, widened=has_markers, notes=notes + (END_OF_TURN_UNMARKED,) * unmarked)
 
-    def _span(self, conversation: Conversation, text: str, answer: int, answers: list[int]) -> tuple[int, int]:
-        """Characters of message `answer`, found by prefixes."""
+    def _chosen(
+        self, conversation: Conversation, text: str, marked: list[tuple[int, int]], answers: list[int]
+    ) -> list[tuple[int, int]]:
+        """Of the spans between markers those of `answers`: what comes to the messages before with each of them."""
+        if answers and not marked:
+            raise NotNested(f"{conversation.where}: the generation markers of the chat template enclose nothing of it")
+        if answers == conversation.answers():
+            return marked
+        edges = {count for answer in answers for count in (answer, answer + 1)}
+        spans_before = {count: self._spans_before(conversation, count, text, marked, answers) for count in edges}
+        return [span for i in answers for span in marked[spans_before[i] : spans_before[i + 1]]]
+
+    def _spans_before(
+        self, conversation: Conversation, count: int, text: str, marked: list[tuple[int, int]], answers: list[int]
+    ) -> int:
+        """How many of the `marked` spans are of the first `count` messages."""
+        if count in (0, len(conversation.messages)):
+            return len(marked) if count else 0
+        prefix, spans = self._render(conversation, count)
+        self._check_nested(prefix.rstrip(), text, _first(count), conversation.where, answers)
+        if marked[: len(spans)] != spans:
+            raise NotNested(
+                f"{conversation.where}: the generation markers of the chat template do not enclose the same of "
+                f"{_first(count)} alone as within the whole conversation, so they do not show which piece is of the "
+                f"{len(answers)} to be learned"
+            )
+        return len(spans)
+
+    def _span(
+        self, conversation: Conversation, text: str, answer: int, answers: list[int], prompted: set[str]
+    ) -> tuple[int, int]:
+        """Characters of message `answer`, found by prefixes.
+
+        prompted  roles after which there was a generation prompt, for which this is not looked at again
+        """
         begin = self._render(conversation, answer, prompt=True)[0]
         self._check_nested(begin, text, f"{_first(answer)} and the generation prompt", conversation.where, answers)
-        if begin == self._render(conversation, answer)[0]:
-            self._check_no_header(conversation, answer, begin)
+        role = conversation.messages[answer - 1]["role"] if answer else ""
+        if role not in prompted:
+            if begin == self._render(conversation, answer)[0]:
+                self._check_no_header(conversation, answer, begin)
+            else:
+                prompted.add(role)
         last = answer + 1 == len(conversation.messages)
         end = (text if last else self._render(conversation, answer + 1)[0]).rstrip()
         self._check_nested(end, text, _first(answer + 1), conversation.where, answers)
@@ -225,10 +279,18 @@ class JinjaTemplate:
         words = text[begin:end].rstrip()
         return (begin, begin + len(words)) if words.endswith(tuple(self._tokenizer.control_tokens)) else span
 
-    def _end_is_unmarked(self, text: str, end: int) -> bool:
+    def _end_is_unmarked(self, conversation: Conversation, text: str, end: int) -> bool:
         """Whether a control token comes right after a span that ends in none: then nobody learns when to stop."""
         control = tuple(self._tokenizer.control_tokens)
-        return text.startswith(control, end) and not text[:end].endswith(control)
+        if text.endswith(control, 0, end):
+            return False
+        after = text[end:].lstrip()
+        if not after and control:
+            # Some write the end of a turn only before the next.
+            messages = [*conversation.messages, {"role": "user", "content": _PROBE}]
+            longer = self._without(conversation, messages, conversation.tools) or ""
+            after = longer[end:].lstrip() if longer.startswith(text[:end]) else ""
+        return after.startswith(control)
 
     def _ignored(self, conversation: Conversation, text: str) -> tuple[str, ...]:
         """Whether tools and calls leave no trace in `text`."""
@@ -258,22 +320,20 @@ class JinjaTemplate:
         self, conversation: Conversation, messages: list[dict[str, Any]], tools: Any, prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            import jinja2
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
             raise ImportError("a chat template in jinja needs transformers: pip install 'megacp[hf]'") from error
         source = self._source(tools)
+        has_markers = _has_markers(source)
         try:
             rendered: Any = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
                 chat_template=source,
                 add_generation_prompt=prompt,
-                return_assistant_tokens_mask=bool(_MARKER.search(source)),
+                return_assistant_tokens_mask=has_markers,
                 **self._variables,
             )
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
         except Exception as error:
             # Whatever a template trips over, it is this conversation that it does not take.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -284,22 +344,43 @@ class JinjaTemplate:
 
 
 def _first(count: int) -> str:
+    if not count:
+        return "a conversation without messages"
     return f"the first {count} messages" if count != 1 else "the first message"
 
 
-def _chosen(marked: list[tuple[int, int]], conversation: Conversation, answers: list[int]) -> list[tuple[int, int]]:
-    """Of the spans between markers those of `answers`."""
-    everyone = conversation.answers()
-    if not marked:
-        raise NotNested(f"{conversation.where}: the generation markers of the chat template enclose nothing of it")
-    if answers == everyone:
-        return marked
-    if len(marked) != len(everyone):
-        raise NotNested(
-            f"{conversation.where}: the generation markers of the chat template enclose {len(marked)} pieces, but "
-            f"there are {len(everyone)} answers, so it does not show which piece is of the {len(answers)} to be learned"
-        )
-    return [marked[everyone.index(answer)] for answer in answers]
+@functools.lru_cache
+def _has_markers(source: str) -> bool:
+    """Whether a jinja template has generation markers.
+
+    Raises ValueError for one with errors, or with markers where transformers does not know how much text comes
+    before: what these tags enclose is held back until they end.
+    """
+    from jinja2 import TemplateSyntaxError, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    held_back = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
+
+    def markers(within: Any, held: bool) -> Iterator[tuple[int, bool]]:
+        """The lines of the markers, and whether their text is held back."""
+        for node in within.iter_child_nodes():
+            if isinstance(node, nodes.CallBlock) and isinstance(node.call.node, nodes.ExtensionAttribute):
+                yield node.lineno, held
+            recursive = isinstance(node, nodes.For) and node.recursive
+            yield from markers(node, held or recursive or isinstance(node, held_back))
+
+    try:
+        found = list(markers(_compile_jinja_template(source).environment.parse(source), held=False))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+    for line, held in found:
+        if held:
+            raise ValueError(
+                f"the chat template has {{% generation %}} in line {line} inside a macro, set, filter, call or other "
+                "generation block or a recursive loop, where it does not show which tokens are the assistant's: "
+                "take it out of there"
+            )
+    return bool(found)
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:

@@ -27,6 +27,8 @@ from megacp.data.pretrain import Dataset, Wanted, wanted_splits
 from megacp.data.tokens import TokenFile
 
 MASK_SUFFIX = "_loss_mask"
+# Most bytes of a prefix's masks that a hash of them reads, in this many pieces.
+_HASHED, _PIECES = 1 << 24, 256
 _ANEW = "write both anew with tools/prepare_sft.py"
 
 
@@ -43,6 +45,19 @@ class Conversations:
     def lengths(self) -> np.ndarray:
         """int32 [count]; a copy, since the view of a file's index is not aligned and slow in arithmetic."""
         return self.tokens.lengths[self.first : self.first + self.count].copy()
+
+    def mask_hash(self) -> str:
+        """A hash of the loss masks: of all of them up to 16 MiB, beyond that of their size and pieces spread evenly."""
+        begin = int(self.mask.pointers[self.first]) if self.count else 0
+        size = int(self.lengths.sum(dtype=np.int64))
+        digest = hashlib.sha256(str(size).encode())
+        piece = _HASHED // _PIECES
+        places = range(1) if size <= _HASHED else [i * (size - piece) // (_PIECES - 1) for i in range(_PIECES)]
+        with open(f"{self.mask.prefix}.bin", "rb") as file:
+            for place in places:
+                file.seek(begin + place)
+                digest.update(file.read(size if size <= _HASHED else piece))
+        return digest.hexdigest()
 
     def read(self, i: int, read: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int64 [L], weight of the label of each, float32 [L]) of conversation i; zeros for tokens not `read`.
@@ -100,9 +115,9 @@ class SFTDataset:
         return Row(tokens, np.unique(ends[ends > 0]), int(ends[-1]) - 1, np.concatenate([w for _, w in parts]))
 
     def order(self) -> str:
-        """A hash of all that the order of the packs follows from, except epochs."""
+        """A hash of all that the order of the packs follows from, except epochs, and of the loss masks."""
         key = {
-            "sources": [(source.first, _hash(source.lengths.tobytes())) for source in self.sources],
+            "sources": [(source.first, _hash(source.lengths.tobytes()), source.mask_hash()) for source in self.sources],
             "seq_length": self.pattern.seq_length,
             "multiple": self.pattern.multiple,
             "packs": self.pattern.packs,

@@ -58,7 +58,10 @@ def _call(call: Any, arguments_key: str) -> str:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError as error:
         raise ValueError(f"the arguments of a call of {function['name']} are not JSON: {error}") from error
-    return json.dumps({"name": function["name"], arguments_key: arguments}, ensure_ascii=False)
+    try:
+        return json.dumps({"name": function["name"], arguments_key: arguments}, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"the arguments of a call of {function['name']} hold a number that JSON has not") from error
 
 
 BUILT_IN = {
