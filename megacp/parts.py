@@ -280,13 +280,15 @@ class TrainConfig(Part):
     seed: Seed = 1234
     """seed of weights, sample order and dropout"""
     init_from: str | None = None
-    """folder of a Hugging Face model whose weights a new run begins with"""
+    """folder of a Hugging Face model whose weights a run begins with that finds no checkpoint"""
     params_dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """dtype of weights and math"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one"""
     eval_interval: Count = 0
     """iterations between evaluations; 0: none"""
+    eval_on_start: bool = False
+    """evaluate before the first step too"""
     eval_iters: Count = 0
     """global batches of one evaluation, also of the one on test data at train_iters; 0: none"""
     recompute_granularity: Literal["full", "selective"] | None = None

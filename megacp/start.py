@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megacp import checkpoint
 from megacp.blocks import shard_of
 from megacp.config import CheckpointConfig, Config, ConfigError, DataConfig, ModelConfig
+from megacp.convert import hf, hf_config
 from megacp.data.pretrain import Dataset
 from megacp.data.sft import SFTDataset
 from megacp.log import Log
@@ -39,14 +41,18 @@ ARCHITECTURE = (
 class Start:
     """Where a run begins.
 
-    folder        a checkpoint's; None for the very beginning
+    folder        a checkpoint's, or a Hugging Face model's; None for the very beginning
     progress      what is done by then
-    weights_only  the checkpoint gives nothing else: the optimizer's state is new too
+    weights_only  the folder gives nothing else: the optimizer's state is new too
+    converts      the folder is a Hugging Face model's
+    hf_config     the config.json that the weights came with, if any; every checkpoint of the run keeps it
     """
 
     folder: Path | None = None
     progress: Progress = field(default_factory=Progress)
     weights_only: bool = False
+    converts: bool = False
+    hf_config: dict[str, Any] | None = None
 
 
 def find_start(config: Config) -> Start:
@@ -54,7 +60,8 @@ def find_start(config: Config) -> Start:
 
     A run that was stopped goes on from `checkpoint.save`. Only where that holds nothing it begins at `checkpoint.load`,
     so the same command can be started again and again. A checkpoint inside `save` that `load` names is a wish to roll
-    back, and comes first until it is granted. ConfigError where there is none, none whole, or one of another model.
+    back, and comes first until it is granted. Without any, the weights are those of `train.init_from`. ConfigError
+    where what is named is not there, not whole, or of another model.
     """
     c = config.checkpoint
     rolls_back = is_rollback(c)
@@ -71,7 +78,7 @@ def find_start(config: Config) -> Start:
             continue
         except (ValueError, OSError) as error:
             raise ConfigError(f"checkpoint.{key}: {error}") from None
-    return Start()
+    return Start() if config.train.init_from is None else convert_start(config.train.init_from, config.model)
 
 
 def is_rollback(c: CheckpointConfig) -> bool:
@@ -88,7 +95,7 @@ def is_rollback(c: CheckpointConfig) -> bool:
 def read_start(place: str, config: Config, anew: bool = False) -> Start:
     """The checkpoint in `place`, of which a run that begins `anew` takes the weights alone.
 
-    ValueError if it is of another model, or of packs that do not go on.
+    ValueError if it is of another model, of samples that do not go on, or of weights alone to go on from.
     """
     model = config.model
     folder = checkpoint.find(place)
@@ -101,25 +108,50 @@ def read_start(place: str, config: Config, anew: bool = False) -> Start:
             raise ValueError(f"its counts are {counts}")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} was not saved by this trainer ({error!r})") from None
+    if meta.get("weights_only") and not anew:
+        raise ValueError(
+            f"{folder} holds weights alone: set checkpoint.finetune=true, with this as checkpoint.load and another "
+            "folder as checkpoint.save"
+        )
     learned = model.position_embedding_type == "learned_absolute"
     for name in (*ARCHITECTURE, *(["max_position_embeddings"] if learned else [])):
         theirs, ours = getattr(saved, name), getattr(model, name)
         if theirs != ours:
             raise ValueError(f"{folder} is of another model: {name} is {theirs} there, {ours} in the configuration")
     if anew:
-        return Start(folder, weights_only=True)
-    check_packs(folder, data, config.data)
-    return Start(folder, progress)
+        return Start(folder, weights_only=True, hf_config=meta.get("hf_config"))
+    check_samples(folder, data, config.data)
+    return Start(folder, progress, hf_config=meta.get("hf_config"))
 
 
-def check_packs(folder: Path, saved: dict, data: DataConfig) -> None:
-    """ValueError where conversations were packed by another multiple: the number of packs done means nothing then."""
-    theirs = saved.get("pack_multiple")
-    if data.sft and saved.get("sft") and theirs != data.pack_multiple:
-        raise ValueError(
-            f"{folder} was trained on packs with data.pack_multiple = {theirs}, not {data.pack_multiple}: set it to "
-            f"{theirs} to go on, or begin anew with its weights by checkpoint.load and checkpoint.finetune=true"
+def convert_start(folder: str, model: ModelConfig) -> Start:
+    """The weights of a Hugging Face folder. ConfigError if it is not whole or, naming the fields, another model's."""
+    try:
+        config = hf_config.read_config(folder)
+        differ = hf_config.differences(hf_config.model_config(folder), model)
+        if not differ:
+            hf.open_folder(folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"train.init_from: {error}") from None
+    if differ:
+        fields = [f"{name} is {theirs} there, {ours} in the configuration" for name, (theirs, ours) in differ.items()]
+        raise ConfigError(
+            f"train.init_from: {folder} is of another model: {', '.join(fields)}; take the model part that "
+            f"tools/convert_hf.py config {folder} prints"
         )
+    return Start(Path(folder), weights_only=True, converts=True, hf_config=config)
+
+
+def check_samples(folder: Path, saved: dict, data: DataConfig) -> None:
+    """ValueError where a sample was something else, a pack by another plan: the number of those done means nothing."""
+    plan = ("pack_multiple", "sft_packing", "seq_length") if data.sft else ()
+    for name in ("sft", *plan):
+        theirs, ours = (str(value).lower() for value in (saved.get(name, False), getattr(data, name)))
+        if theirs != ours:
+            raise ValueError(
+                f"{folder} was trained on samples with data.{name} = {theirs}, not {ours}: set it to {theirs} to go "
+                "on, or begin anew with its weights by checkpoint.load and checkpoint.finetune=true"
+            )
 
 
 def agree(start: Start) -> None:
@@ -142,16 +174,22 @@ def agree(start: Start) -> None:
 
 def resume(run: Run, start: Start, writer: Log) -> None:
     """What `start` gives, on any layout: weights, and unless it is weights_only moments and progress."""
+    run.hf_config = start.hf_config
     if start.folder is None:
         return
     blocks = run.optimizer.blocks()
     if start.weights_only:
         weights = {piece.name for parameter in run.model.parameters() for piece in shard_of(parameter).pieces}
         blocks = [block for block in blocks if block.name in weights]
+    meta = {}
     try:
-        meta = checkpoint.load(start.folder, blocks)
+        if start.converts:
+            hf.fill(start.folder, blocks)
+        else:
+            meta = checkpoint.load(start.folder, blocks)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{start.folder} cannot be resumed from: {error}") from error
+        way = "begun with" if start.converts else "resumed from"
+        raise ConfigError(f"{start.folder} cannot be {way}: {error}") from error
     run.optimizer.sync_parameters()
     if start.weights_only:
         writer.say(f"fine-tuning the weights of {start.folder}: iterations and optimizer state start anew")
@@ -160,7 +198,9 @@ def resume(run: Run, start: Start, writer: Log) -> None:
     run.optimizer.load_state(meta["optimizer"])
     writer.say(f"resuming from {start.folder} at iteration {run.progress.iteration}")
     if meta["sample_order"] != sample_order(run.train_data):
-        writer.say("warning: the samples have another order than before the checkpoint, some may come again")
+        writer.say(
+            "warning: the samples have another order or loss mask than before the checkpoint, some may come again"
+        )
 
 
 def save(run: Run, writer: Log) -> None:
@@ -174,6 +214,8 @@ def save(run: Run, writer: Log) -> None:
         "config": run.config.model_dump(),
         "sample_order": sample_order(run.train_data),
     }
+    if run.hf_config is not None:
+        meta["hf_config"] = run.hf_config
     try:
         folder = checkpoint.save(c.save, iteration, run.optimizer.blocks(), meta, keep_last=c.keep_last)
     except (ValueError, OSError) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """Numbers of one step, the same on all ranks. loss: sum over supervised tokens / their number, 0 without any."""
+    """Numbers of one step, the same on all ranks. loss: sum over supervised tokens / their number, nan without any."""
 
     loss: float
     tokens: float
@@ -49,7 +51,7 @@ class Step:
 
 @dataclass
 class Run:
-    """The parts of a run; made by `build`."""
+    """The parts of a run; made by `build`. hf_config: the config.json its first weights came with, to be kept."""
 
     config: Config
     grid: Grid
@@ -61,6 +63,7 @@ class Run:
     valid_data: Dataset | None
     test_data: Dataset | None
     progress: Progress = field(default_factory=Progress)
+    hf_config: dict[str, Any] | None = None
 
 
 def build(
@@ -139,7 +142,7 @@ def train_step(run: Run, loader: Loader) -> Step:
     progress.skipped += result.skipped
     progress.nonfinite += not finite
     progress.nonfinite_in_a_row = 0 if finite else progress.nonfinite_in_a_row + 1
-    loss = total / tokens if tokens else 0.0
+    loss = total / tokens if tokens else math.nan
     return Step(loss, tokens, result.grad_norm, lr, result.skipped, work)
 
 
@@ -202,7 +205,10 @@ def loss_of(run: Run) -> pipeline.Loss:
 
 
 def evaluate(run: Run, data: Dataset) -> float:
-    """Loss over the first eval_iters global batches of `data`: sum over tokens / their number."""
+    """Loss over the first eval_iters global batches of `data`: sum over tokens / their number.
+
+    Without a supervised token there is none: nan, and a warning.
+    """
     run.model.eval()
     total = count = 0.0
     with torch.no_grad(), closing(make_loader(run, data, 0)) as loader:
@@ -210,4 +216,9 @@ def evaluate(run: Run, data: Dataset) -> float:
             loss, tokens, _ = forward_backward(run, loader)
             total, count = total + loss, count + tokens
     run.model.train()
-    return total / count if count else 0.0
+    if count:
+        return total / count
+    name, train = "test" if data is run.test_data else "valid", run.config.train
+    samples = train.eval_iters * train.global_batch_size
+    warnings.warn(f"no supervised token in the {samples} samples of the {name} data: they have no loss", stacklevel=2)
+    return math.nan

@@ -8,6 +8,7 @@ Names in messages are dotted config keys, to be pasted as overrides.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from megacp.support_attention import ATTENTION_RULES
@@ -319,6 +320,19 @@ def finetuning_has_weights(config: Any, world_size: int | None) -> Problems:
         )
 
 
+def weights_come_from_one_place(config: Any, world_size: int | None) -> Problems:
+    """A run goes on from `save` or, rolled back, from a checkpoint in it; any other `load` is a beginning."""
+    c, source = config.checkpoint, config.train.init_from
+    if source is None or c.load is None:
+        return
+    load = Path(c.load).resolve()
+    if c.finetune or c.save is None or Path(c.save).resolve() not in (load, *load.parents):
+        yield (
+            f"train.init_from = {source} and checkpoint.load = {c.load} both give the weights to begin with: leave one "
+            "of them out"
+        )
+
+
 def wandb_has_a_project(config: Any, world_size: int | None) -> Problems:
     c = config.logging
     given = {"wandb_exp_name": c.wandb_exp_name is not None, "wandb_mode": "wandb_mode" in c.model_fields_set}
@@ -337,7 +351,6 @@ NOT_BUILT: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("parallel.expert_model_parallel_size", (1,), "set it to 1"),
     ("parallel.expert_tensor_parallel_size", (None,), "leave it out"),
     ("parallel.hybrid_context_parallel", (False,), "set it to false"),
-    ("train.init_from", (None,), "leave it out"),
 )
 
 
@@ -375,6 +388,7 @@ RULES: tuple[Rule, ...] = (
     recompute_is_consistent,
     saving_has_a_folder,
     finetuning_has_weights,
+    weights_come_from_one_place,
     wandb_has_a_project,
     *DATA_RULES,
 )

@@ -115,6 +115,8 @@ def evaluation_has_data(config: Any, world_size: int | None) -> Problems:
     needs, off = f"train.eval_interval = {train.eval_interval} needs", "or set eval_interval to 0"
     if train.eval_interval and not train.eval_iters:
         yield f"{needs} train.eval_iters, the batches of one evaluation, which is 0: use 1 or more, {off}"
+    if train.eval_on_start and not train.eval_interval:
+        yield "train.eval_on_start does nothing without train.eval_interval: set that too, or eval_on_start to false"
     if train.eval_interval and data.data_path is None and data.valid_data_path is None:
         yield f"{needs} validation data: set data.valid_data_path, {off}"
     if train.eval_interval and data.data_path is not None and not any(_shares(data.split)[1:2]):

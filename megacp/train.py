@@ -49,7 +49,7 @@ from megacp.support_backend import backend_for, cpu_problems, cuda_problems
 MISTAKE = 2
 INTERRUPTED = 130
 # Seconds in which torchrun ends the other ranks once rank 0 has told a mistake.
-PATIENCE = 5.0
+PATIENCE = 15.0
 
 
 # --- before any process group
@@ -291,6 +291,9 @@ def train(run: Run, writer: log.Log, started: float) -> None:
     writer.say(opening(run))
     meter = log.Meter(run.config, run.grid.world_size)
     stop = Stop()
+    if run.valid_data is not None and t.eval_on_start and not progress.iteration:
+        report_evaluation(run, writer, "valid", run.valid_data)
+        meter.restart()
     with closing(make_loader(run, run.train_data, progress.consumed_samples)) as loader:
         while progress.iteration < t.train_iters:
             step = train_step(run, loader)

@@ -14,7 +14,7 @@ from megacp.config import Config, Part, load_config
 
 ROOT = Path(__file__).parents[1]
 # The number of ranks each config is written for.
-WORLD_SIZES = {"quickstart": 2, "gpt2_345m": 8, "llama3_8b_8k": 8, "llama3_8b_128k": 64}
+WORLD_SIZES = {"quickstart": 2, "sft_smollm2": 2, "gpt2_345m": 8, "llama3_8b_8k": 8, "llama3_8b_128k": 64}
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 

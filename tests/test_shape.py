@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "convert": "config grid blocks block_files",
     "pipeline": "grid batch",
     "step": "log config grid batch collectives data model loss optim pipeline",
-    "start": "log config blocks checkpoint data step",
+    "start": "log config blocks checkpoint convert data step",
     "train": "*",
 }
 # What must not know that fine-tuning or hybrid context parallelism exist.

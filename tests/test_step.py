@@ -83,12 +83,20 @@ class NoLabels:
         return replace(self.data.row(i, read), labels=0)
 
 
-def test_a_step_without_supervised_tokens_is_skipped_and_finite(config: Path) -> None:
+def test_a_step_without_supervised_tokens_is_skipped_and_has_no_loss(config: Path) -> None:
     _, one = setup(config, [])
     with closing(make_loader(one, NoLabels(one.train_data), 0)) as loader:
         step = train_step(one, loader)
-    assert (step.loss, step.tokens, step.grad_norm, step.skipped) == (0.0, 0.0, 0.0, True)
+    assert math.isnan(step.loss) and (step.tokens, step.grad_norm, step.skipped) == (0.0, 0.0, True)
     assert (one.progress.skipped, one.progress.nonfinite) == (1, 0)
+
+
+def test_evaluation_without_supervised_tokens_has_no_loss(config: Path) -> None:
+    _, one = setup(config, EVALUATION)
+    assert one.valid_data is not None
+    with pytest.warns(UserWarning, match="no supervised token in the 12 samples of the valid data"):
+        assert math.isnan(evaluate(one, NoLabels(one.valid_data)))
+    assert one.model.training
 
 
 def evaluations(path: Path, overrides: Sequence[str]) -> tuple[float, float]:

@@ -182,6 +182,11 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
     ),
     # the loop
     "evaluation of nothing": (["train.eval_interval=10"], 1, ["eval_interval = 10", "eval_iters", "1 or more"]),
+    "evaluation at the start alone": (
+        ["train.eval_on_start=true"],
+        1,
+        ["eval_on_start does nothing without train.eval_interval", "eval_on_start to false"],
+    ),
     "evaluation without a share": (
         ["train.eval_interval=10", "train.eval_iters=1", "data.split='100,0,0'"],
         1,
@@ -206,6 +211,11 @@ WRONG: dict[str, tuple[list[str], int, list[str]]] = {
     ),
     "saving nowhere": (["checkpoint.save_interval=10"], 1, ["save_interval = 10", "set checkpoint.save"]),
     "keeping nothing": (["checkpoint.keep_last=2"], 1, ["keep_last = 2", "set checkpoint.save"]),
+    "weights from two places": (
+        ["checkpoint.finetune=true", "checkpoint.load=corpus", "train.init_from=corpus"],
+        1,
+        ["train.init_from = corpus and checkpoint.load = corpus", "leave one of them out"],
+    ),
     "fine-tuning nothing": (["checkpoint.finetune=true"], 1, ["finetune needs checkpoint.load", "finetune to false"]),
     "fine-tuning itself": (
         ["checkpoint.finetune=true", "checkpoint.save=runs/new", "checkpoint.load=runs/new"],

@@ -57,6 +57,12 @@ def import_folder(arguments: Namespace) -> int:
     hf_config.model_config(arguments.hf_folder)  # for its warnings
     source = hf.open_folder(arguments.hf_folder)
     blocks = hf.whole_blocks(source)
+    for block in blocks:
+        # The least and the largest are nan where any is, and take no memory.
+        if torch.aminmax(block.tensor).min.isnan():
+            raise ValueError(
+                f"{source.path} holds nan in {source.places[block.name].name}: no training goes on from it"
+            )
     folder = checkpoint.save(root, 0, blocks, meta_of(source))
     count = sum(block.tensor.numel() for block in blocks)
     print(f"{folder}: {hf_config.architecture_of(source.config)}, {len(blocks)} tensors, {count:,} parameters")
@@ -101,7 +107,7 @@ def export(arguments: Namespace) -> int:
         raise ValueError(
             f"{folder} has no model configuration ({type(error).__name__}): was it saved by training?"
         ) from None
-    origin = tokenizer_folder(arguments.tokenizer_from, meta)
+    origin = tokenizer_folder(arguments.tokenizer_from, meta, model.vocab_size)
     config = hf_config.hf_config(model, arguments.architecture, like(meta, origin))
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     missing = [name for name in shapes(model) if name not in saved]
@@ -114,31 +120,57 @@ def export(arguments: Namespace) -> int:
         {name: dtype or saved[name][1] for name in shapes(model)},
         lambda blocks: checkpoint.load(folder, blocks),
         max_shard_bytes=size(arguments.max_shard_size),
-        beside=hf_write.companions(origin) if origin else (),
+        beside=beside(origin, model.vocab_size) if origin else (),
     )
-    files = len(list(Path(arguments.hf_folder).glob("*.safetensors")))
-    print(f"{arguments.hf_folder}: {config['architectures'][0]} of {folder}, {files} weight file{'s' * (files > 1)}")
+    files, kind = len(list(Path(arguments.hf_folder).glob("*.safetensors"))), hf_config.architecture_of(config)
+    print(f"{arguments.hf_folder}: {kind} of {folder}, {files} weight file{'s' * (files > 1)}")
     if origin is None:
         print("without a tokenizer: --tokenizer-from FOLDER puts one beside the weights")
     return 0
 
 
-def tokenizer_folder(given: str | None, meta: dict[str, Any]) -> Path | None:
-    """Where the tokenizer comes from: the folder that is asked for, else the one the run was trained with, if any."""
+def tokenizer_folder(given: str | None, meta: dict[str, Any], vocab_size: int) -> Path | None:
+    """Where the tokenizer comes from: the folder that is asked for, else the run's own, else that of its first weights.
+
+    ValueError if the one that is asked for has more tokens than the model; others are passed over then.
+    """
     if given:
+        tokens = hf_write.tokens_of(given)
+        if tokens > vocab_size:
+            raise ValueError(f"{given} has a tokenizer of {tokens} tokens, the model has {vocab_size}: use its own")
         return Path(given)
     data = meta["config"].get("data") or {}
-    trained = data.get("tokenizer_model") if data.get("tokenizer_type") == "HuggingFaceTokenizer" else None
-    return Path(trained) if trained and Path(trained).is_dir() else None
+    trained = data.get("tokenizer_model")
+    if trained and data.get("tokenizer_type") != "HuggingFaceTokenizer":
+        return None
+    places = [Path(trained) if Path(trained).is_dir() else Path(trained).parent] if trained else []
+    for place in [*places, *first_weights(meta)]:
+        if any((place / name).is_file() for name in hf_write.TOKENIZER_FILES):
+            return place if hf_write.tokens_of(place) <= vocab_size else None
+    return None
+
+
+def first_weights(meta: dict[str, Any]) -> list[Path]:
+    """The Hugging Face folder that a run began with, in a list, if it did and it is still there."""
+    folder = (meta["config"].get("train") or {}).get("init_from")
+    return [Path(folder)] if folder and Path(folder).is_dir() else []
+
+
+def beside(origin: Path, vocab_size: int) -> list[Path]:
+    """The tokenizer's files, and the generation config where it names tokens of the model."""
+    files = hf_write.companions(origin)
+    return [path for path in files if path.name != hf_write.GENERATION or hf_write.generation_fits(path, vocab_size)]
 
 
 def like(meta: dict[str, Any], origin: Path | None) -> dict[str, Any] | None:
-    """The config.json to write again: of the folder a checkpoint was imported from, or the one beside the tokenizer."""
+    """The config.json to write again: of the folder that the weights came from, else the one beside the tokenizer."""
     if "hf_config" in meta:
         return meta["hf_config"]
-    if origin is None or not (origin / "config.json").is_file():
+    places = [*first_weights(meta), *([origin] if origin else [])]
+    found = [place for place in places if (place / "config.json").is_file()]
+    if not found:
         return None
-    config = hf_config.read_config(origin)
+    config = hf_config.read_config(found[0])
     try:
         hf_config.parse(config)
     except ValueError:

@@ -150,7 +150,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
             if Path(file).name != file:
                 raise ValueError(f"{name} lies in {file}, not a file of the folder")
             files[folder / file].add(name)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / INDEX} cannot be read ({type(error).__name__}: {error})") from None
     for file, promised in files.items():
         if not file.is_file():

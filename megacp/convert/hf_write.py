@@ -36,13 +36,43 @@ def companions(folder: str | Path) -> list[Path]:
     return found + [path for path in [Path(folder) / GENERATION] if path.is_file()]
 
 
+def tokens_of(folder: str | Path) -> int:
+    """One more than the largest id of a folder's tokenizer; 0 where neither tokenizer.json nor vocab.json tells it.
+
+    ValueError for a damaged file.
+    """
+    ids = [-1]
+    for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+        path = Path(folder) / name
+        try:
+            held = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            if name == "tokenizer.json":
+                ids += [token["id"] for token in held.get("added_tokens") or []]
+                held = (held.get("model") or {}).get("vocab") or {}
+            # Unigram models list their pieces, in the order of their ids.
+            ids.append(max(held.values(), default=-1) if isinstance(held, dict) else len(held) - 1)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is no tokenizer's file ({type(error).__name__}: {error})") from None
+    return max(ids) + 1
+
+
+def generation_fits(path: Path, vocab_size: int) -> bool:
+    """Whether the tokens that a generation_config.json names are tokens of the model. ValueError for a damaged one."""
+    try:
+        named = [value for key, value in json.loads(path.read_text("utf-8")).items() if key.endswith("_token_id")]
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no generation config ({type(error).__name__}: {error})") from None
+    tokens = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    return all(token is None or (type(token) is int and token < vocab_size) for token in tokens)
+
+
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """A hidden folder to write into, which takes its name when all is there; removed if anything fails.
 
     What a killed process left under the hidden name is removed first. FileExistsError unless `folder` is new or empty.
     """
-    target = Path(folder).absolute()
+    target = Path(folder).resolve()  # a rename replaces an empty folder, but no link to one
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{folder} is there already: remove it, or write to another folder")
     temporary = target.parent / f".tmp-{target.name}"
@@ -133,6 +163,8 @@ def _filled(
             blocks.append(Block(ours, place.shape, (0,) * len(place.shape), rows))
     read(blocks)
     for name, tensor in tensors.items():
+        if tensor.dtype == torch.float16 and torch.isnan(tensor).any():
+            raise ValueError(f"{name} holds nan: the checkpoint does too, no dtype helps")
         if tensor.dtype == torch.float16 and not torch.isfinite(tensor).all():
             raise ValueError(f"{name} has values beyond the 65504 of float16: use --dtype bfloat16 or float32")
     return tensors
