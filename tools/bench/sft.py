@@ -153,6 +153,7 @@ def work(kind: str, folder: str) -> None:
         else:
             answer = {"losses": f"{losses[0]:.4f} -> {losses[-1]:.4f}", "peak": resident("VmHWM") - before}
             print("> " + json.dumps(answer), flush=True)
+            return
 
 
 def write_files(folder: Path, packs: int) -> None:
