@@ -106,6 +106,8 @@ def run_job(config: Config, rank: int, started: float) -> None:
     """All of a run, in an order that tells mistakes before anything slow or shared begins."""
     device = choose_device(config)
     config = choose_attention(config, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     check_tokenizer(config)
     start = find_start(config)
     done, wanted = start.progress.iteration, config.train.train_iters
@@ -149,9 +151,7 @@ def choose_device(config: Config) -> torch.device:
     processes, devices = from_torchrun("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if processes > devices:
         raise ConfigError(f"{processes} processes on a machine with {devices} CUDA devices: start one per device")
-    device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", from_torchrun("LOCAL_RANK", 0))
 
 
 def choose_attention(config: Config, device: torch.device) -> Config:
