@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacp.attention import kernels
 from megacp.attention.kernels import Gradients, attend, statistics_dtype
-from megacp.attention.order import Order, zigzag
+from megacp.attention.order import Order, check_pack, zigzag
 from megacp.attention.spans import Mask, Spans, self_spans, span
 from megacp.batch import PackedSeqParams
 from megacp.collectives import all_gather, all_to_all
@@ -115,12 +115,7 @@ class GatherAttention(torch.nn.Module):
         self.scale = model.softmax_scale or model.head_dim**-0.5
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams, cp: Group) -> Tensor:
-        total = sum(packed.padded_lengths)
-        if total != len(q) * cp.size or len(k) != len(q):
-            raise ValueError(
-                f"a pack of {total} tokens over {cp.size} ranks does not lie in {len(q)} queries and {len(k)} keys a "
-                f"rank"
-            )
+        check_pack(packed.padded_lengths, cp.size, q, k)
         lengths = packed.lengths, packed.padded_lengths
         if cp.size == 1 or not len(q):
             return attend(q, k, v, self_spans(*lengths, self.mask), self.scale)

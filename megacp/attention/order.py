@@ -1,10 +1,11 @@
-"""The order rows come in from a group of ranks, and the order attention needs them in.
+"""The rows of a pack on a group of ranks: whether they are all there, the order they come in, and the one needed.
 
 Legend: S tokens of a pack, or of one rank's part of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +21,15 @@ class Order(NamedTuple):
 
     by_rank: Tensor
     by_pack: Tensor
+
+
+def check_pack(padded_lengths: Sequence[int], size: int, q: Tensor, k: Tensor) -> None:
+    """ValueError if a pack cut over `size` ranks does not lie in q [T, ..] and k [T, ..] of this one."""
+    total = sum(padded_lengths)
+    if total != len(q) * size or len(k) != len(q):
+        raise ValueError(
+            f"a pack of {total} tokens over {size} ranks does not lie in {len(q)} queries and {len(k)} keys a rank"
+        )
 
 
 @lru_cache(maxsize=8)

@@ -20,6 +20,7 @@ from torch import Tensor
 from megacp.attention import kernels
 from megacp.attention.halo import halo_attention
 from megacp.attention.kernels import Gradients, attend, statistics_dtype
+from megacp.attention.order import check_pack
 from megacp.attention.partial import join_, whole
 from megacp.attention.spans import Mask, Span, Spans, self_spans
 from megacp.batch import PackedSeqParams
@@ -210,11 +211,7 @@ def ring_attention(
     Keys and values travel round a ring, or under a sliding window only to the neighbours that see them; without a
     partner it is plain attention over whole sequences. ValueError if the lengths do not describe the rows.
     """
-    if sum(padded_lengths) != len(q) * group.size or len(k) != len(q):
-        raise ValueError(
-            f"a pack of {sum(padded_lengths)} tokens over {group.size} ranks does not lie in {len(q)} queries "
-            f"and {len(k)} keys a rank"
-        )
+    check_pack(padded_lengths, group.size, q, k)
     if group.size == 1 or not len(q):
         return attend(q, k, v, self_spans(lengths, padded_lengths, mask), scale)
     mask = _without_idle_limits(mask, max(padded_lengths))

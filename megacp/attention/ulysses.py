@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacp.attention.order import Order, zigzag
+from megacp.attention.order import Order, check_pack, zigzag
 from megacp.attention.ring import ring_attention
 from megacp.attention.spans import Mask
 from megacp.batch import PackedSeqParams
@@ -85,11 +85,7 @@ def ulysses_attention(
 
     Key/value heads that it does not divide are repeated until it does, their gradients summed.
     """
-    size, total = inner.size * outer.size, sum(packed.padded_lengths)
-    if total != len(q) * size or len(k) != len(q):
-        raise ValueError(
-            f"a pack of {total} tokens over {size} ranks does not lie in {len(q)} queries and {len(k)} keys a rank"
-        )
+    check_pack(packed.padded_lengths, inner.size * outer.size, q, k)
     if inner.size == 1 or not len(q):
         return ring_attention(q, k, v, packed.lengths, packed.padded_lengths, outer, mask, scale)
     order = zigzag(tuple(padded // outer.size for padded in packed.padded_lengths), inner.size, q.device)
