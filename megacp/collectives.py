@@ -2,11 +2,13 @@
 
 One place knows what differs between backends. gloo's reduce-scatter costs several times its all-reduce (it sends every
 block to every rank), so there the sum is taken whole and sliced. gloo sends host memory: for tensors on a GPU, as when
-several ranks share one for a check, what attention exchanges is staged there.
+several ranks share one for a check, what attention exchanges is staged there. Where ranks can read each other's memory
+(`Group.pids`) gloo only says where large tensors lie, and that they have been read.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacp import same_host
 from megacp.grid import Group
+
+# From so many bytes on it pays to read a tensor rather than have it sent (tools/bench/attention.py).
+LEAST_READ = 2**18
+# What passes between two ranks is matched by tag: tensors have 0.
+WHERE, DONE = 1, 2
 
 # Named anew in torch 2.13, which warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -41,10 +49,14 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
         return tensor
     sent = _outgoing(tensor.contiguous(), group)
     gathered = sent.new_empty(tensor.shape[0] * group.size, *tensor.shape[1:])
-    gathered.chunk(group.size)[group.rank].copy_(sent)
-    for work in start_gather(gathered, group):
-        if work is not None:
-            work.wait()
+    bands = gathered.chunk(group.size)
+    bands[group.rank].copy_(sent)
+    if group.pids:
+        _trade([sent] * group.size, bands, group)
+    else:
+        for work in start_gather(gathered, group):
+            if work is not None:
+                work.wait()
     return gathered.to(tensor.device)
 
 
@@ -54,8 +66,20 @@ def all_to_all(tensor: Tensor, group: Group) -> Tensor:
         return tensor
     sent = _outgoing(tensor.contiguous(), group)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.process_group)
+    if group.pids:
+        received[group.rank].copy_(sent[group.rank])
+        _trade(sent.unbind(), received.unbind(), group)
+    else:
+        dist.all_to_all_single(received, sent, group=group.process_group)
     return received.to(tensor.device)
+
+
+def _trade(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> None:
+    """One tensor to and one from each other rank."""
+    others = [index for index in range(group.size) if index != group.rank]
+    exchange = Exchange(group)
+    exchange.start([(sent[index], index) for index in others], [(received[index], index) for index in others])
+    exchange.wait()
 
 
 class Exchange:
@@ -69,33 +93,76 @@ class Exchange:
         self.group = group
         self.pending: list[dist.Work] = []
         self.arriving: list[tuple[Tensor, Tensor]] = []
+        self.shown: list[tuple[int, list[Tensor]]] = []
+        self.reading: list[tuple[int, Tensor, list[Tensor]]] = []
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
         """Post pairs of a contiguous tensor and an index in the group; leave the tensors alone until `wait`.
 
         Two ranks match what passes between them by its order here. ValueError for a tensor with gaps.
         """
-        operations = []
+        operations, shown, reading = [], defaultdict(list), defaultdict(list)
         for tensor, index in sends:
-            operations.append(self._operation(dist.isend, _outgoing(tensor, self.group), index))
+            _check_contiguous(tensor)
+            outgoing = _outgoing(tensor, self.group)
+            if self._is_read(tensor):
+                shown[index].append(outgoing)
+            else:
+                operations.append(self._operation(dist.isend, outgoing, index))
         for tensor, index in receives:
+            _check_contiguous(tensor)
             buffer = torch.empty_like(tensor, device="cpu") if _staged(tensor, self.group) else tensor
             self.arriving.append((tensor, buffer))
-            operations.append(self._operation(dist.irecv, buffer, index))
+            if self._is_read(tensor):
+                reading[index].append(buffer)
+            else:
+                operations.append(self._operation(dist.irecv, buffer, index))
+        for index, tensors in shown.items():
+            where = torch.tensor([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+            operations.append(self._operation(dist.isend, where, index, WHERE))
+        for index, buffers in reading.items():
+            where = torch.empty(len(buffers), 2, dtype=torch.int64)
+            operations.append(self._operation(dist.irecv, where, index, WHERE))
+            self.reading.append((index, where, buffers))
+        self.shown = list(shown.items())
         self.pending = dist.batch_isend_irecv(operations) if operations else []
 
-    def _operation(self, kind: Any, tensor: Tensor, index: int) -> dist.P2POp:
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of shape {list(tensor.shape)} that is not contiguous cannot be exchanged")
-        return dist.P2POp(kind, tensor, self.group.ranks[index], self.group.process_group)
+    def _is_read(self, tensor: Tensor) -> bool:
+        return bool(self.group.pids) and tensor.nbytes >= LEAST_READ
+
+    def _operation(self, kind: Any, tensor: Tensor, index: int, tag: int = 0) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, self.group.ranks[index], self.group.process_group, tag)
 
     def wait(self) -> None:
         for work in self.pending:
             work.wait()
+        self._read()
         for tensor, buffer in self.arriving:
             if buffer is not tensor:
                 tensor.copy_(buffer)
-        self.pending, self.arriving = [], []
+        self.pending, self.arriving, self.shown, self.reading = [], [], [], []
+
+    def _read(self) -> None:
+        """Fetch what the others show, and keep what they are shown until they have fetched it."""
+        done = [torch.zeros(1) for _ in (*self.reading, *self.shown)]
+        operations = [
+            self._operation(dist.irecv, word, index, DONE)
+            for word, (index, _) in zip(done[len(self.reading) :], self.shown, strict=True)
+        ]
+        for (index, where, buffers), word in zip(self.reading, done, strict=False):
+            for (address, size), buffer in zip(where.tolist(), buffers, strict=True):
+                if size != buffer.nbytes:
+                    raise RuntimeError(f"rank {self.group.ranks[index]} sends {size} bytes, not {buffer.nbytes}")
+                same_host.read(self.group.pids[index], address, buffer)
+            operations.append(self._operation(dist.isend, word, index, DONE))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
+def _check_contiguous(tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} that is not contiguous cannot be exchanged")
 
 
 def _staged(tensor: Tensor, group: Group) -> bool:

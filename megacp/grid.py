@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megacp.config import ParallelConfig
+    from megacp.same_host import Readable
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
@@ -154,11 +155,13 @@ class Group:
     """Ranks that communicate. `rank` is this process's index in `ranks` (-1: not one of them).
 
     `process_group` is None where there is nobody to talk to: in a group of one, and for a process outside it.
+    `pids` are process ids, given where gloo is spoken and all ranks can read each other's memory (same_host.py).
     """
 
     ranks: tuple[int, ...]
     rank: int
     process_group: Any = None
+    pids: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def size(self) -> int:
@@ -204,10 +207,13 @@ class Grid:
         """Build every group, on all ranks in one order. Without torch.distributed the world is one rank."""
         import torch.distributed as dist
 
+        from megacp.same_host import Readable, find_readable
+
         live = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if live else (0, 1)
         dense, expert = grid_sizes(parallel_config, world_size)
-        builder = _Builder(rank, parallel_config.distributed_timeout_minutes)
+        readable = find_readable() if live and dist.get_backend() == "gloo" else Readable()
+        builder = _Builder(rank, parallel_config.distributed_timeout_minutes, readable)
 
         def group(axes: str, sizes: dict[str, int] = dense, name: str = "", traffic: str = "model") -> Group:
             return builder.own(name or axes, rank_groups(sizes, parallel_config.order, axes), traffic)
@@ -256,8 +262,9 @@ class _Builder:
     a shared one attention would queue behind them.
     """
 
-    def __init__(self, rank: int, timeout_minutes: float) -> None:
+    def __init__(self, rank: int, timeout_minutes: float, readable: Readable) -> None:
         self.rank = rank
+        self.readable = readable
         self.timeout = timedelta(minutes=timeout_minutes)
         self.built: dict[tuple[str, tuple[int, ...]], Any] = {}
 
@@ -271,7 +278,8 @@ class _Builder:
             if len(ranks) > 1 and key not in self.built:
                 self.built[key] = dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)
             if self.rank in ranks:
-                found = Group(ranks, ranks.index(self.rank), self.built.get(key))
+                pids = self.readable.among(ranks)
+                found = Group(ranks, ranks.index(self.rank), self.built.get(key), pids=pids)
         return found
 
     def own(self, name: str, groups: Iterable[Sequence[int]], traffic: str = "model") -> Group:
@@ -285,7 +293,7 @@ class _Builder:
             by_level = zip(*(hierarchical_groups(ranks, sizes) for ranks in groups), strict=True)
             levels = [self.own(f"cp-level-{level}", chain(*lists)) for level, lists in enumerate(by_level)]
         whole = self.own("cp", groups)
-        return CPGroup(whole.ranks, whole.rank, whole.process_group, tuple(levels))
+        return CPGroup(whole.ranks, whole.rank, whole.process_group, tuple(levels), pids=whole.pids)
 
     def hybrid(
         self, groups: Sequence[Sequence[int]], known: dict[tuple[int, ...], CPGroup]
@@ -297,7 +305,7 @@ class _Builder:
         candidates.append(groups)
         found = [self.find("hybrid-cp", lists) for lists in candidates]
         return {
-            group.ranks: CPGroup(group.ranks, group.rank, group.process_group)
+            group.ranks: CPGroup(group.ranks, group.rank, group.process_group, pids=group.pids)
             for group in found
             if group is not None and group.ranks not in known
         }

@@ -6,11 +6,15 @@ import torch.distributed as dist
 
 from megacp.collectives import Exchange, all_gather, all_to_all, reduce_scatter
 from megacp.grid import Group
+from megacp.same_host import find_readable
+from tests.packs import reading_from
 from tests.spawn import run
 
 
-def world() -> Group:
-    return Group(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+def world(by_reading: bool = False) -> Group:
+    """All ranks, that read each other's memory or do not."""
+    pids = find_readable().among(range(dist.get_world_size())) if by_reading else ()
+    return Group(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD, pids=pids)
 
 
 def own(group: Group, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -19,52 +23,58 @@ def own(group: Group, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.stack((blocks, -blocks), dim=1).to(dtype)
 
 
-def collectives() -> tuple[list, list, list, list]:
-    group = world()
-    dealt = [all_to_all(own(group, dtype), group)[:, 0].tolist() for dtype in (torch.float32, torch.bfloat16)]
-    assert dealt[0] == dealt[1]
-    # Columns, not rows: what is sent must not depend on how the tensor lies in memory.
-    turned = all_to_all(own(group).t().contiguous().t(), group)
-    sums = reduce_scatter(own(group), group)
-    return dealt[0], turned[:, 1].tolist(), all_gather(own(group)[:1], group)[:, 0].tolist(), sums[0].tolist()
+def every_collective(by_reading: bool) -> tuple[list, list, list, list]:
+    group = world(by_reading)
+    assert bool(group.pids) == by_reading
+    with reading_from(0):
+        dealt = [all_to_all(own(group, dtype), group)[:, 0].tolist() for dtype in (torch.float32, torch.bfloat16)]
+        assert dealt[0] == dealt[1]
+        # Columns, not rows: what is sent must not depend on how the tensor lies in memory.
+        turned = all_to_all(own(group).t().contiguous().t(), group)
+        sums = reduce_scatter(own(group), group)
+        return dealt[0], turned[:, 1].tolist(), all_gather(own(group)[:1], group)[:, 0].tolist(), sums[0].tolist()
 
 
-def test_collectives() -> None:
-    for rank, (dealt, turned, gathered, sums) in enumerate(run(collectives, 3)):
+@pytest.mark.parametrize("by_reading", [False, True])
+def test_collectives(by_reading: bool) -> None:
+    for rank, (dealt, turned, gathered, sums) in enumerate(run(every_collective, 3, by_reading)):
         assert dealt == [10 * source + rank for source in range(3)]
         assert turned == [-10 * source - rank for source in range(3)]
         assert gathered == [0, 10, 20]
         assert sums == [30 + 3 * rank, -30 - 3 * rank]
 
 
-def exchanged() -> list[list[float]]:
+def exchanged(least_read: int | None) -> list[list[float]]:
     """Two tensors to the next rank, one to the one before, in a subgroup whose order is not that of the world."""
     ranks = (2, 0, 3)
-    process_group = dist.new_group(list(ranks))
+    process_group, readable = dist.new_group(list(ranks)), find_readable()
     if dist.get_rank() not in ranks:
         return []
-    group = Group(ranks, ranks.index(dist.get_rank()), process_group)
+    pids = readable.among(ranks) if least_read is not None else ()
+    group = Group(ranks, ranks.index(dist.get_rank()), process_group, pids=pids)
     following, before = (group.rank + 1) % 3, (group.rank - 1) % 3
-    sent = [torch.full((2,), float(10 * group.rank + number)) for number in range(3)]
-    received = [torch.empty(2) for _ in range(3)]
+    sent = [torch.full((2 + number % 2,), float(10 * group.rank + number)) for number in range(3)]
+    received = [torch.empty(2 + number % 2) for number in range(3)]
     exchange = Exchange(group)
-    for _ in range(2):
-        exchange.start(
-            [(sent[0], following), (sent[1], following), (sent[2], before)],
-            [(received[0], before), (received[1], before), (received[2], following)],
-        )
+    with reading_from(least_read or 0):
+        for _ in range(2):
+            exchange.start(
+                [(sent[0], following), (sent[1], following), (sent[2], before)],
+                [(received[0], before), (received[1], before), (received[2], following)],
+            )
+            exchange.wait()
+        exchange.start([], [])
         exchange.wait()
-    exchange.start([], [])
-    exchange.wait()
     return [x.tolist() for x in received]
 
 
-def test_exchange() -> None:
-    results = run(exchanged, 4)
+@pytest.mark.parametrize("least_read", [None, 0, 12])  # with 12 some are read and some are sent
+def test_exchange(least_read: int | None) -> None:
+    results = run(exchanged, 4, least_read)
     assert results[1] == []
     for place, rank in enumerate((2, 0, 3)):
         before, following = (place - 1) % 3, (place + 1) % 3
-        assert results[rank] == [[10 * before + 0.0] * 2, [10 * before + 1.0] * 2, [10 * following + 2.0] * 2]
+        assert results[rank] == [[10 * before + 0.0] * 2, [10 * before + 1.0] * 3, [10 * following + 2.0] * 2]
 
 
 def with_gaps() -> None:
@@ -75,6 +85,37 @@ def with_gaps() -> None:
 def test_a_tensor_with_gaps_is_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \[4\] that is not contiguous cannot be exchanged"):
         run(with_gaps, 2)
+
+
+def of_two_sizes() -> None:
+    group = world(by_reading=True)
+    exchange = Exchange(group)
+    with reading_from(0):
+        exchange.start([(torch.zeros(3), 1 - group.rank)], [(torch.zeros(4), 1 - group.rank)])
+        exchange.wait()
+
+
+def test_another_size_than_expected_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"rank \d sends 12 bytes, not 16"):
+        run(of_two_sizes, 2)
+
+
+def overwritten_after_the_wait() -> float:
+    """What arrives is what was there at the start, though its owner writes to it as soon as it may."""
+    group, total = world(by_reading=True), 0.0
+    mine, theirs, exchange = torch.empty(2**17), torch.empty(2**17), Exchange(group)
+    for turn in range(20):
+        mine.fill_(turn + group.rank)
+        exchange.start([(mine, 1 - group.rank)], [(theirs, 1 - group.rank)])
+        exchange.wait()
+        mine.fill_(-1.0)
+        assert theirs.unique().tolist() == [turn + 1 - group.rank]
+        total += theirs[0].item()
+    return total
+
+
+def test_nothing_is_overwritten_before_it_has_been_read() -> None:
+    assert run(overwritten_after_the_wait, 2) == [210.0, 190.0]
 
 
 def test_alone_nothing_is_sent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import accumulate, cycle, product
 from typing import Any, NamedTuple
 
@@ -10,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.attention import gather, reference
-from megacp.attention.gather import prefix_spans
+from megacp.attention import reference
+from megacp.attention.gather import seen
+from megacp.attention.ring import Pack
 from megacp.attention.spans import Mask, Spans
 from megacp.batch import token_index
+from megacp.collectives import Exchange
 from tests.packs import (
+    HEAD_DIM,
     HEADS,
     VIEWS,
     WINDOWS,
@@ -39,8 +41,8 @@ def mask_of(view: View) -> Mask:
     return Mask(left, 0 if view.causal else right)
 
 
-def seen_pairs(spans: Spans, rows: Tensor, total: int) -> Tensor:
-    """int64 [S, S]: how often each query of the pack meets each key."""
+def seen_pairs(spans: Spans, rows: Tensor, keys: Tensor, total: int) -> Tensor:
+    """int64 [S, S]: how often each query of the pack meets each key. `rows` and `keys` are their places in the pack."""
     count = torch.zeros(total, total, dtype=torch.int64)
     for q, q_length, k, k_length, low, high in spans.spans:
         ahead = torch.arange(k_length)[None, :] - torch.arange(q_length)[:, None]
@@ -49,7 +51,7 @@ def seen_pairs(spans: Spans, rows: Tensor, total: int) -> Tensor:
             seen &= ahead >= low
         if high is not None:
             seen &= ahead <= high
-        count[rows[q : q + q_length, None], torch.arange(k, k + k_length)[None, :]] += seen
+        count[rows[q : q + q_length, None], keys[k : k + k_length][None, :]] += seen
     return count
 
 
@@ -59,102 +61,80 @@ def test_spans_tile_the_mask(size: int, view: str) -> None:
     """All ranks together meet every visible pair once and no other; no key outside a window is read."""
     lengths, mask = (1, 23, 0, 16, 0), mask_of(EVERY_VIEW[view])
     room = padded(lengths, size)
-    offsets = torch.tensor([0, *accumulate(room)])
-    count, area = torch.zeros(sum(room), sum(room), dtype=torch.int64), 0
+    offsets, total = torch.tensor([0, *accumulate(room)]), sum(room)
+    count, area = torch.zeros(total, total, dtype=torch.int64), 0
     for rank in range(size):
-        for spans in prefix_spans(lengths, room, rank, size, mask):
-            count += seen_pairs(spans, token_index(offsets, rank, size), sum(room))
-            area += sum(q * k for q, k in zip(spans.q_lengths, spans.k_lengths, strict=True))
-            keys = spans.keys.index(torch.device("cpu"))
-            assert len(keys.unique()) == len(keys), "one call reads and adds to each key once"
+        own = token_index(offsets, rank, size)
+        others = torch.tensor(sorted(set(range(total)) - set(own.tolist())))
+        plan = seen(Pack(lengths, room, size), rank, mask)
+        for keys, parts in ((own, plan.own), (others, plan.others)):
+            for spans in parts:
+                count += seen_pairs(spans, own, keys, total)
+                area += sum(q * k for q, k in zip(spans.q_lengths, spans.k_lengths, strict=True))
+                read = spans.keys.index(torch.device("cpu"))
+                assert len(read.unique()) == len(read), "one call reads and adds to each key once"
+        whole, by_parts = (
+            sum(seen_pairs(spans, own, own, total) for spans in parts) for parts in (plan.own, plan.early + plan.late)
+        )
+        assert torch.equal(torch.as_tensor(whole), torch.as_tensor(by_parts))
     causal, window = EVERY_VIEW[view]
     shown = [
         reference.visible(real if real and mask.right != 0 else space, space, causal == "causal", window)
         for real, space in zip(lengths, room, strict=True)
     ]
     assert torch.equal(count, torch.block_diag(*shown).long())
-    # A span of m queries under a window (l, r) meets at most m + l + r keys.
-    if mask.left is not None and mask.right is not None:
+    # A span of m queries under a window (l, r) meets at most m + l + r keys; own halves are computed together.
+    if mask.windowed and mask.left is not None and mask.right is not None:
         half = max(room) // (2 * size)
-        assert area <= sum(room) * (half + mask.left + mask.right)
+        assert area <= total * (half + mask.left + mask.right)
 
 
 @pytest.mark.parametrize("view", EVERY_VIEW)
 def test_one_sequence_is_read_in_place(view: str) -> None:
     for rank in range(4):
-        parts = prefix_spans((60,), (64,), rank, 4, mask_of(EVERY_VIEW[view]))
-        assert parts and all(spans.queries.is_block and spans.keys.is_block for spans in parts)
+        plan = seen(Pack((60,), (64,), 4), rank, mask_of(EVERY_VIEW[view]))
+        assert plan.own and all(spans.keys.is_block for parts in plan for spans in parts if len(spans.spans) == 1)
+        assert all(len(spans.spans) == 1 for spans in plan.others)
 
 
 class Traffic(NamedTuple):
-    rows: int
-    saved: list[int]
-    forward: Counter[str]
-    both: Counter[str]
+    tokens: int
+    saved: int
+    sent: list[tuple[int, torch.dtype]]
 
 
-def traffic() -> Traffic:
-    """Tokens of this rank, rows of each tensor kept for backward, and calls of collectives."""
+def traffic(dtype: str) -> Traffic:
+    """Tokens of this rank, numbers kept for backward, and of every exchange how many are sent to one rank."""
     grid = Grids()[KIND]
     packed, index, real, _ = layout([64, 30], grid.cp)
-    q, k, v, dout = (x[index].float() for x in inputs(len(real), HEADS["GQA"], 1))
-    leaves, saved, calls = [x.requires_grad_() for x in (q, k, v)], [], Counter[str]()
+    q, k, v, dout = (x[index].to(getattr(torch, dtype)) for x in inputs(len(real), HEADS["GQA"], 1))
+    leaves, saved, sent, original = [x.requires_grad_() for x in (q, k, v)], [], [], Exchange.start
 
     def keep(x: Tensor) -> Tensor:
-        saved.append(max(x.shape[:1], default=0))
+        saved.append(x.numel())
         return x
 
-    originals = {name: getattr(gather, name) for name in ("all_gather", "all_to_all")}
+    def spy(self: Exchange, sends: Any, receives: Any) -> None:
+        sent.extend({(tensor.numel(), tensor.dtype) for tensor, _ in sends})
+        original(self, sends, receives)
 
-    def counted(name: str) -> Any:
-        def call(*args: Any) -> Tensor:
-            calls[name] += 1
-            return originals[name](*args)
-
-        return call
-
-    for name in originals:
-        setattr(gather, name, counted(name))
+    Exchange.start = spy
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out = build(KIND, grid)(*leaves, packed, grid.cp)
-        forward = calls.copy()
         torch.autograd.grad(out, leaves, dout)
     finally:
-        for name, original in originals.items():
-            setattr(gather, name, original)
-    return Traffic(len(q), saved, forward, calls)
+        Exchange.start = original
+    return Traffic(len(q), sum(saved), sent)
 
 
-def test_only_own_rows_are_kept_and_one_collective_gathers_them() -> None:
-    for rows, saved, forward, both in run(traffic, 2):
-        assert saved == [rows] * 5  # q, k, v, out, log-sum-exp
-        assert forward == Counter(all_gather=1)
-        assert both == Counter(all_gather=2, all_to_all=1)
-
-
-def sums_dtype(dtype: str) -> set[torch.dtype]:
-    """What gradients of keys and values are summed in."""
-    grid, found, original = Grids()[KIND], set(), gather.all_to_all
-
-    def spy(x: Tensor, *args: Any) -> Tensor:
-        found.add(x.dtype)
-        return original(x, *args)
-
-    packed, index, real, _ = layout([40], grid.cp)
-    q, k, v, dout = (x[index].to(getattr(torch, dtype)) for x in inputs(len(real), HEADS["GQA"], 1))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    gather.all_to_all = spy
-    try:
-        torch.autograd.grad(build(KIND, grid)(*leaves, packed, grid.cp), leaves, dout)
-    finally:
-        gather.all_to_all = original
-    return found
-
-
-def test_partial_sums_are_fp32() -> None:
-    assert run(sums_dtype, 2, "bfloat16") == [{torch.float32}] * 2
-    assert run(sums_dtype, 2, "float64") == [{torch.float64}] * 2
+@pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", torch.float32), ("float64", torch.float64)])
+def test_own_keys_are_kept_and_sent_and_gradients_summed_in_fp32(dtype: str, sums: torch.dtype) -> None:
+    heads, kv_heads = HEADS["GQA"]
+    for tokens, saved, sent in run(traffic, 3, dtype):
+        keys = 2 * tokens * kv_heads * HEAD_DIM
+        assert saved == 2 * tokens * heads * HEAD_DIM + keys + tokens * heads  # q, out; k, v; log-sum-exp
+        assert sent == [(keys, getattr(torch, dtype))] * 2 + [(keys, sums)]
 
 
 @pytest.mark.parametrize("cp", [2, 4])

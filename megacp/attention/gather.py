@@ -1,109 +1,223 @@
-"""`all_gather`: every rank fetches the keys and values of all ranks, its own queries attend to those they see.
+"""`all_gather`: every rank fetches the keys and values of all others, its own queries attend to those they see.
 
-As in the context parallelism of Llama 3 (Grattafiori et al. 2024). One collective and no partial results to merge, for
-the memory of all keys and values of one layer: they are gathered again in backward, not kept in between, so that a deep
-model holds them once. Gradients of keys and values are summed over ranks in fp32 (fp64).
+As in the context parallelism of Llama 3 (Grattafiori et al. 2024), for the memory of all keys and values of one layer:
+they are fetched again in backward, not kept in between, so that a deep model holds them once. Unlike there a rank sets
+out with its own keys, about 1/size of the work, while the others' are on their way; gradients travel home likewise.
+They are summed over ranks in fp32 (fp64).
 
-Legend: S tokens of the whole pack, T of this rank, N query heads, K key/value heads, D head width.
+Legend: S tokens of all other ranks, T of this one, N query heads, K key/value heads, D head width. Keys and values
+travel together as [2, K, T, D], by heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megacp.attention import kernels
-from megacp.attention.kernels import Gradients, attend, statistics_dtype
-from megacp.attention.order import Order, check_pack, zigzag
-from megacp.attention.spans import Mask, Spans, self_spans, span
+from megacp.attention.kernels import Gradients, attend, by_heads, rows_of, statistics_dtype, together
+from megacp.attention.order import Order, check_pack, in_order, zigzag
+from megacp.attention.partial import attend_further
+from megacp.attention.ring import Pack, block, own_block
+from megacp.attention.spans import Mask, Span, Spans, self_spans, span
 from megacp.batch import PackedSeqParams
-from megacp.collectives import all_gather, all_to_all
+from megacp.collectives import Exchange
 from megacp.config import ModelConfig
 from megacp.grid import Group
 
 
+class Piece(NamedTuple):
+    """Neighbouring tokens of a sequence: their first row, first position and number."""
+
+    row: int
+    position: int
+    length: int
+
+
+class Seen(NamedTuple):
+    """What a rank's queries see: of `own` keys, in all and in two parts of about equal work, and of the others'."""
+
+    own: tuple[Spans, ...]
+    early: tuple[Spans, ...]
+    late: tuple[Spans, ...]
+    others: tuple[Spans, ...]
+
+
+def _bands(queries: Piece, keys: list[Piece], limit: int, mask: Mask) -> list[Span | None]:
+    """What `queries` see of each piece of the keys before position `limit`; pieces they see whole are one with the next
+    if that one lies behind it."""
+    found: list[Span | None] = []
+    for piece in keys:
+        length = min(max(limit - piece.position, 0), piece.length)
+        band = span(queries.row, queries.length, queries.position, piece.row, length, piece.position, mask)
+        last = found[-1] if found else None
+        if band and last and _is_whole(band, queries) and _is_whole(last, queries) and last.k + last.k_length == band.k:
+            found[-1], band = None, last._replace(k_length=last.k_length + band.k_length)
+        found.append(band)
+    return found
+
+
+def _is_whole(band: Span, queries: Piece) -> bool:
+    return band.low is None and band.high is None and band.q_length == queries.length
+
+
+def _in_common(
+    first: list[Span | None], second: list[Span | None], halves: tuple[Piece, Piece]
+) -> list[Span | None] | None:
+    """Both halves as one where they see the same pieces whole, else None."""
+    for a, b in zip(first, second, strict=True):
+        same = a and b and a[2:] == b[2:] and _is_whole(a, halves[0]) and _is_whole(b, halves[1])
+        if not same and (a or b):
+            return None
+    nothing: list[Span | None] = [None] * len(second)
+    return [band and band._replace(q_length=2 * band.q_length) for band in first] + nothing
+
+
+def _by_pieces(found: list[list[Span | None]]) -> tuple[Spans, ...]:
+    """[sequence][piece] -> Spans of each piece, of all sequences: no key is twice in one, and of one sequence they are
+    a block, which is read in place."""
+    columns = (tuple(band for band in column if band) for column in zip(*found, strict=True))
+    return tuple(Spans(column) for column in columns if column)
+
+
+class _Cut(NamedTuple):
+    """A sequence cut over ranks: its real and its padded length, and its first row on each rank."""
+
+    length: int
+    padded: int
+    row: int
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        return self.padded // (2 * self.size)
+
+    def limit(self, mask: Mask) -> int:
+        """Keys that may be seen. Padding ends a sequence, so without a look ahead no real token sees it; else it is cut
+        off. A sequence of padding alone sees itself, so that every row has a finite result."""
+        return self.padded if mask.right == 0 else self.length or self.padded
+
+    def halves(self, rank: int) -> tuple[Piece, Piece]:
+        """The early and the late chunk of a rank."""
+        late = self.padded - (rank + 1) * self.chunk
+        return Piece(self.row, rank * self.chunk, self.chunk), Piece(self.row + self.chunk, late, self.chunk)
+
+    def others(self, rank: int) -> list[Piece]:
+        """What the other ranks hold, in order, before the halves of this one, between and behind; rows among theirs."""
+        last, start = 2 * self.size - 1, self.row * (self.size - 1)
+        bounds = (0, rank), (rank + 1, last - rank), (last - rank + 1, last + 1)
+        rows = (0, rank, last - rank - 1)
+        return [
+            Piece(start + row * self.chunk, first * self.chunk, (end - first) * self.chunk)
+            for row, (first, end) in zip(rows, bounds, strict=True)
+        ]
+
+
+def _cuts(pack: Pack) -> Iterator[_Cut]:
+    row = 0
+    for length, padded in zip(pack.lengths, pack.padded_lengths, strict=True):
+        yield _Cut(length, padded, row, pack.size)
+        row += padded // pack.size
+
+
 @lru_cache(maxsize=32)
-def prefix_spans(
-    lengths: tuple[int, ...], padded_lengths: tuple[int, ...], rank: int, size: int, mask: Mask
-) -> tuple[Spans, ...]:
-    """First halves of the sequences of `rank` (of `size`), then second halves, against the keys of the pack they see.
-
-    Apart, since no key should be twice in one `Spans`: of one sequence each half then sees a block of keys, which is
-    read in place. Where nothing is masked both halves see the same, and are one.
-
-    Padding ends a sequence, so without a look ahead no real token sees it; else its keys are cut off. A sequence of
-    padding alone sees itself, so that every row has a finite result.
-    """
-    pieces, row, start = [], 0, 0
-    for length, padded in zip(lengths, padded_lengths, strict=True):
-        half = padded // (2 * size)
-        keys = padded if mask.right == 0 else length or padded
-        if mask == Mask():
-            halves = ((row, 2 * half, 0),)
-        else:
-            halves = ((row, half, rank * half), (row + half, half, padded - (rank + 1) * half))
-        pieces.append([span(*rows, start, keys, 0, mask) for rows in halves])
-        row, start = row + 2 * half, start + padded
-    found = (tuple(part for part in parts if part) for parts in zip(*pieces, strict=True))
-    return tuple(Spans(parts) for parts in found if parts)
+def seen(pack: Pack, rank: int, mask: Mask) -> Seen:
+    """What `rank` sees of a pack."""
+    near, far, others = [], [], []
+    for cut in _cuts(pack):
+        halves, limit = cut.halves(rank), cut.limit(mask)
+        own = [_bands(queries, [keys], limit, mask)[0] for queries in halves for keys in halves]
+        near += [[own[0]], [own[3]]]
+        far.append(own[1:3])
+        first, second = (_bands(queries, cut.others(rank), limit, mask) for queries in halves)
+        others.append(_in_common(first, second, halves) or first + second)
+    if not mask.windowed:
+        early, late = own_block(pack, rank, mask)
+        return Seen((block(pack, rank, 0, mask),), (early,), (late,), _by_pieces(others))
+    early, late = _by_pieces(far), _by_pieces(near)
+    return Seen((*late, *early), early, late, _by_pieces(others))
 
 
-def gathered(k: Tensor, v: Tensor, order: Order, cp: Group) -> tuple[Tensor, Tensor]:
-    """k and v [T, K, D] of this rank -> those of the whole pack [S, K, D], in its order; slices of one tensor."""
-    rows = all_gather(torch.cat((k, v), dim=1), cp)
-    keys, values = rows.index_select(0, order.by_pack).chunk(2, dim=1)
+class _Others:
+    """A tensor from each other rank of a group, on its way."""
+
+    def __init__(self, group: Group) -> None:
+        self.exchange = Exchange(group)
+        self.ranks = [index for index in range(group.size) if index != group.rank]
+
+    def start(self, sends: list[Tensor], shape: torch.Size) -> None:
+        """One to every other rank, by rank; what comes is of `shape`."""
+        self.received = sends[0].new_empty(len(sends), *shape)
+        self.exchange.start(
+            list(zip(sends, self.ranks, strict=True)), list(zip(self.received, self.ranks, strict=True))
+        )
+
+    def wait(self) -> Tensor:
+        """[ranks - 1, ..]"""
+        self.exchange.wait()
+        return self.received
+
+
+def _keys_and_values(received: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+    """[ranks - 1, 2, K, T, D] -> k and v [S, K, D] in the order of the pack."""
+    keys, values = in_order(received.flatten(1, 2), order.by_pack).chunk(2, dim=1)
     return keys, values
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Spans, ...], order: Order, cp: Group, scale: float
-    ) -> Tensor:
-        keys, values = gathered(k, v, order, cp)
-        # A query that sees nothing is in none of the parts.
-        out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -torch.inf, dtype=statistics_dtype(q.dtype))
-        for spans in parts:
-            part, part_lse = kernels.forward(q, keys, values, spans, scale)
-            spans.queries.put_(out, part.to(out.dtype))
-            spans.queries.put_(lse, part_lse.t())
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layout = parts, order, cp, scale
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Seen, order: Order, cp: Group, scale: float) -> Tensor:
+        q, own, coming, done = by_heads(q), together(k, v), _Others(cp), None
+        coming.start([own] * (cp.size - 1), own.shape)
+        for spans in plan.own:
+            done = attend_further(done, q, *rows_of(own), spans, scale)
+        keys, values = _keys_and_values(coming.wait(), order)
+        for spans in plan.others:
+            done = attend_further(done, q, keys, values, spans, scale)
+        assert done is not None
+        out = done.out.to(q.dtype)
+        # Copies, which let go of what q, k and v may be slices of.
+        ctx.save_for_backward(q, own, out, done.lse)
+        ctx.layout = plan, order, cp, scale
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors  # recomputation hands them out once
-        dq, shares = _shares(dout, q, k, v, out, lse, *ctx.layout)
-        # On gloo this costs two thirds of an all-reduce; the order of the sum is the same in every run.
-        dk, dv = all_to_all(shares, ctx.layout[2]).sum(0).chunk(2, dim=1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        q, own, out, lse = ctx.saved_tensors  # recomputation hands them out once
+        grads = _backward(by_heads(dout), q, own, out, lse.t(), *ctx.layout)
+        return *(grad.to(q.dtype) for grad in grads), None, None, None, None
 
 
-def _shares(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    parts: tuple[Spans, ...],
-    order: Order,
-    cp: Group,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """dq [T, N, D], and what own queries add to the gradients of each rank's keys and values, [size, T, 2K, D]."""
-    keys, values = gathered(k, v, order, cp)
-    dtype = statistics_dtype(q.dtype)
-    dq, dkv = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(len(keys), 2 * k.shape[1], k.shape[2], dtype=dtype)
-    dk, dv = dkv.chunk(2, dim=1)
-    for spans in parts:
-        kernels.backward(dout, q, keys, values, out, lse.t(), spans, scale, Gradients(dq, dk, dv))
-    return dq, dkv.index_select(0, order.by_rank).unflatten(0, (cp.size, -1))
+def _backward(
+    dout: Tensor, q: Tensor, own: Tensor, out: Tensor, lse: Tensor, plan: Seen, order: Order, cp: Group, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in fp32 (fp64). A half of the own keys' hides what is fetched, the other one what is sent home."""
+    coming = _Others(cp)
+    coming.start([own] * (cp.size - 1), own.shape)
+    dtype, (k, v) = statistics_dtype(q.dtype), rows_of(own)
+    dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(len(k), 2 * k.shape[1], k.shape[2], dtype=dtype)
+
+    def add(parts: tuple[Spans, ...], keys: Tensor, values: Tensor, dkv: Tensor) -> None:
+        for spans in parts:
+            kernels.backward(dout, q, keys, values, out, lse, spans, scale, Gradients(dq, *dkv.chunk(2, dim=1)))
+
+    add(plan.early, k, v, home)
+    keys, values = _keys_and_values(coming.wait(), order)
+    shares = home.new_zeros(len(keys), *home.shape[1:])
+    add(plan.others, keys, values, shares)
+    del keys, values
+    coming.start(list(shares.index_select(0, order.by_rank).chunk(cp.size - 1)), home.shape)
+    del shares
+    add(plan.late, k, v, home)
+    for share in coming.wait():
+        home += share
+    dk, dv = home.chunk(2, dim=1)
+    return dq, dk, dv
 
 
 class GatherAttention(torch.nn.Module):
@@ -119,5 +233,6 @@ class GatherAttention(torch.nn.Module):
         lengths = packed.lengths, packed.padded_lengths
         if cp.size == 1 or not len(q):
             return attend(q, k, v, self_spans(*lengths, self.mask), self.scale)
-        order = zigzag(packed.padded_lengths, cp.size, q.device)
-        return _Gather.apply(q, k, v, prefix_spans(*lengths, cp.rank, cp.size, self.mask), order, cp, self.scale)
+        order = zigzag(packed.padded_lengths, cp.size, q.device, without=cp.rank)
+        plan = seen(Pack(*lengths, cp.size), cp.rank, self.mask)
+        return _Gather.apply(q, k, v, plan, order, cp, self.scale)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megacp.attention import kernels
 from megacp.attention.kernels import Gradients, statistics_dtype
-from megacp.attention.partial import join_, whole
+from megacp.attention.partial import attend_further
 from megacp.attention.spans import Mask, Span, Spans, span
 from megacp.attention.stretches import Stretches
 from megacp.collectives import Exchange
@@ -196,7 +196,7 @@ def _parts(distance: Distance, buffer: Tensor) -> list[tuple[Tensor, int]]:
 class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group, scale: float) -> Tensor:
-        exchange, out, lse = Exchange(group), None, None
+        exchange, done = Exchange(group), None
         if not plan.joined:
             _greet(exchange, q.device)
         keys, values = k, v
@@ -204,16 +204,12 @@ class _Halo(torch.autograd.Function):
             shown, rows = _shown(coming, k, v), k.new_empty(coming.rows, 2, *k.shape[1:])
             _start(exchange, shown, _parts(coming, rows))
             for spans in distance.spans:
-                part, part_lse = kernels.forward(q, keys, values, spans, scale)
-                if out is None or lse is None:
-                    out, lse = whole(part.to(statistics_dtype(q.dtype)), part_lse.t(), spans, len(q))
-                else:
-                    join_(out, lse, part, part_lse.t(), spans)
+                done = attend_further(done, q, keys, values, spans, scale)
             exchange.wait()
             keys, values = rows.unbind(1)
-        assert out is not None and lse is not None
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        assert done is not None
+        out = done.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, done.lse)
         ctx.plan, ctx.group, ctx.scale = plan, group, scale
         return out
 

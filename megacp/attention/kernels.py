@@ -76,8 +76,8 @@ def backward(
     (FlashAttention-2, Dao 2023). It is added to `into` if given, in its dtype; else rows outside the spans are 0.
     """
     if not any(spans.k_lengths):
-        return into or Gradients(*map(torch.zeros_like, (q, k, v)))
-    q, k, v, dout = _readable(q), _readable(k), _readable(v), dout.contiguous()
+        return into or Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)))
+    q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
     compute = _cuda_backward if q.is_cuda else _cpu_backward
     return compute(dout, q, k, v, out, lse.t(), spans, scale, into)
 
@@ -85,6 +85,8 @@ def backward(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
+        # Copies are kept for backward, and let go of what q, k and v may be slices of.
+        q, k, v = by_heads(q), by_heads(k), by_heads(v)
         out, lse = forward(q, k, v, spans, scale)
         out = out.to(q.dtype)
         if not spans.covers(len(q)):
@@ -100,12 +102,30 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *backward(dout, q, k, v, out, lse, ctx.spans, ctx.scale), None, None
+        return *backward(by_heads(dout), q, k, v, out, lse, ctx.spans, ctx.scale), None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
     """Differentiable attention of q [T, N, D] over k, v [S, K, D]; rows outside the spans give 0."""
     return _Attend.apply(q, k, v, spans, scale)
+
+
+def by_heads(x: Tensor) -> Tensor:
+    """x [T, n, D] as it is read fastest: on a CPU each head's rows in one piece of memory."""
+    if x.is_cuda or x.stride(0) == x.shape[2]:
+        return x
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def together(k: Tensor, v: Tensor) -> Tensor:
+    """Copies of k and v [S, K, D] in one piece of memory, by heads: [2, K, S, D]."""
+    return torch.stack((k.transpose(0, 1), v.transpose(0, 1)))
+
+
+def rows_of(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [S, K, D], views of what `together` made."""
+    k, v = kv.transpose(1, 2)
+    return k, v
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -120,14 +140,19 @@ def _stretches(x: Tensor, count: int, start: int, length: int, step: int) -> Ten
     return x.as_strided(size, stride, x.storage_offset() + start * row)
 
 
-def query_rows(run: Run, x: Tensor) -> Tensor:
-    """[count, q_length, ..] view of the run's rows of x [T, ..]."""
-    return _stretches(x, run.count, run.q, run.q_length, run.q_step)
+def _of_heads(x: Tensor, count: int, start: int, length: int, step: int) -> Tensor:
+    """[count, n, length, ..] view of `count` stretches of rows of x [T, n, ..]: what the CPU kernels take."""
+    row, head, *within = x.stride()
+    size, stride = (count, x.shape[1], length, *x.shape[2:]), (step * row, head, row, *within)
+    return x.as_strided(size, stride, x.storage_offset() + start * row)
 
 
-def key_rows(run: Run, x: Tensor) -> Tensor:
-    """[count, k_length, ..] view of the run's rows of x [S, ..]."""
-    return _stretches(x, run.count, run.k, run.k_length, run.k_step)
+def _query_heads(run: Run, x: Tensor) -> Tensor:
+    return _of_heads(x, run.count, run.q, run.q_length, run.q_step)
+
+
+def _key_heads(run: Run, x: Tensor) -> Tensor:
+    return _of_heads(x, run.count, run.k, run.k_length, run.k_step)
 
 
 @lru_cache(maxsize=32)
@@ -160,7 +185,7 @@ def _cpu_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> tuple[T
         # The kernel divides by the number of key blocks: without keys it would kill the process.
         shape = (run.count, run.q_length, q.shape[1])
         return q.new_zeros(*shape, q.shape[2]), q.new_full(shape, -torch.inf, dtype=statistics_dtype(q.dtype))
-    operands = (x.transpose(1, 2) for x in (query_rows(run, q), key_rows(run, k), key_rows(run, v)))
+    operands = _query_heads(run, q), _key_heads(run, k), _key_heads(run, v)
     out, lse = _cpu_forward_kernel(*operands, 0.0, run.causal, attn_mask=_band(run, q.dtype), scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -174,6 +199,16 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) ->
         place = (run.count, run.part, run.q_length, run.part_step)
         merge_(_stretches(out, *place), _stretches(lse, *place), *_cpu_run(q, k, v, run, scale))
     return out, lse.t()
+
+
+def join_on_cpu_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> None:
+    """Join attention of q [T, N, D] over k, v [S, K, D] into out [T, N, D] and lse [T, N] over other keys, in place."""
+    q, k, v = (_readable(x).to(statistics_dtype(q.dtype)) for x in (q, k, v))
+    first, further = spans.passes
+    for run in (*first, *further):
+        if run.k_length:
+            place = (run.count, run.q, run.q_length, run.q_step)
+            merge_(_stretches(out, *place), _stretches(lse, *place), *_cpu_run(q, k, v, run, scale))
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -190,7 +225,8 @@ def _add_to_keys(run: Run, total: Tensor, share: Tensor) -> None:
     """Add [count, k_length, ..] to the keys of a run, but not through a view that has a row twice: it loses shares."""
     sets = run.apart()
     for i, keys in enumerate(sets):
-        key_rows(keys, total).add_(share if len(sets) == 1 else share[i :: len(sets)])
+        rows = _stretches(total, keys.count, keys.k, keys.k_length, keys.k_step)
+        rows.add_(share if len(sets) == 1 else share[i :: len(sets)])
 
 
 def _cpu_backward(
@@ -209,15 +245,15 @@ def _cpu_backward(
     given, dtype = into, q.dtype
     dout, q, k, v, out = (x.to(statistics_dtype(dtype)) for x in (dout, q, k, v, out))
     for run in runs:
-        views = (query_rows, query_rows, key_rows, key_rows, query_rows, query_rows)
-        rows = [view(run, x).transpose(1, 2) for view, x in zip(views, (dout, q, k, v, out, lse), strict=True)]
+        of_queries = [_query_heads(run, x) for x in (dout, q)], [_query_heads(run, x) for x in (out, lse)]
+        rows = *of_queries[0], _key_heads(run, k), _key_heads(run, v), *of_queries[1]
         shares = _cpu_backward_kernel(*rows, 0.0, run.causal, attn_mask=_band(run, q.dtype), scale=scale)
         dq, dk, dv = (share.transpose(1, 2) for share in shares)
         if into is None and _is_whole(run, q, k):
             into = Gradients(*(share.flatten(0, 1) for share in (dq, dk, dv)))
             continue
-        into = into or Gradients(*map(torch.zeros_like, (q, k, v)))
-        query_rows(run, into.q).add_(dq)
+        into = into or Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)))
+        _stretches(into.q, run.count, run.q, run.q_length, run.q_step).add_(dq)
         _add_to_keys(run, into.k, dk)
         _add_to_keys(run, into.v, dv)
     assert into is not None

@@ -33,26 +33,45 @@ def check_pack(padded_lengths: Sequence[int], size: int, q: Tensor, k: Tensor) -
 
 
 @lru_cache(maxsize=8)
-def zigzag(padded_lengths: tuple[int, ...], size: int, device: torch.device) -> Order:
+def zigzag(padded_lengths: tuple[int, ...], size: int, device: torch.device, without: int | None = None) -> Order:
     """How the rows of a pack with sequences of `padded_lengths` are dealt over `size` ranks (batch.token_index).
+
+    `without`: of the pack and of the ranks this one is left out, with the rows that it holds.
 
     The cut is the same at every scale: what one of c ranks holds of each sequence, taken for a sequence of its own and
     cut again over `size` ranks, is what the cut over c*size ranks gives to ranks c*size + 0, 1, .. of the whole.
     """
-    chunks, total = 2 * size, sum(padded_lengths)
+    chunks = 2 * size
     if wrong := [padded for padded in padded_lengths if padded % chunks]:
         raise ValueError(f"{size} ranks cut sequences in {chunks} equal chunks, not one of {wrong[0]} tokens: pad it")
     # Which chunks of a sequence a rank holds is a cut of as many tokens as there are chunks. [size, sequences, 2]
-    held = torch.stack([token_index(torch.tensor([0, chunks]), rank, size) for rank in range(size)])[:, None]
-    by_rank = (held + torch.arange(len(padded_lengths))[:, None] * chunks).flatten()
-    lengths = (torch.tensor(padded_lengths, dtype=torch.int64) // chunks).repeat_interleave(chunks)
+    ranks = [rank for rank in range(size) if rank != without]
+    held = torch.stack([token_index(torch.tensor([0, chunks]), rank, size) for rank in ranks])[:, None]
+    here = held.flatten().argsort().argsort().view_as(held)  # counted among those that are not left out
+    by_rank = (here + torch.arange(len(padded_lengths))[:, None] * here.numel()).flatten()
+    lengths = (torch.tensor(padded_lengths, dtype=torch.int64) // chunks).repeat_interleave(here.numel())
     starts = _before(lengths)
     # Chunk for chunk, so that what is as long as the pack is made on the device.
     places = torch.empty_like(starts)
     places[by_rank] = _before(lengths[by_rank])
     table = torch.stack((starts[by_rank], lengths[by_rank], places, lengths)).to(torch.int32)
     rank_starts, rank_lengths, pack_starts, pack_lengths = on_device(table, device)
+    total = sum(padded_lengths) // size * len(ranks)
     return Order(ranges(rank_starts, rank_lengths, total), ranges(pack_starts, pack_lengths, total))
+
+
+def in_order(received: Tensor, rows: Tensor) -> Tensor:
+    """Rows `rows` (int32 [S], counted from rank to rank) of [P, n, T, D], what P ranks sent by heads -> [S, n, D].
+
+    By heads too: each head's rows lie in one piece of memory, which is how kernels read fastest.
+    """
+    _, heads, length, width = received.shape
+    # Between a rank's rows and the next one's lie those of its other heads.
+    places = rows + (rows // length) * ((heads - 1) * length)
+    flat, out = received.view(-1, width), received.new_empty(heads, len(rows), width)
+    for head in range(heads):
+        torch.index_select(flat[head * length :], 0, places, out=out[head])
+    return out.transpose(0, 1)
 
 
 def _before(lengths: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ order, called first and second half here. Partial results are merged by their lo
 block from the final ones, and the gradients of keys and values travel with the ring until they are home. Under a
 sliding window no ring is needed: halo.py.
 
-Legend: T tokens of this rank, N query heads, K key/value heads, D head width.
+Legend: T tokens of this rank, N query heads, K key/value heads, D head width. Keys and values travel together as
+[2, K, T, D], by heads.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from megacp.attention import kernels
 from megacp.attention.halo import halo_attention
-from megacp.attention.kernels import Gradients, attend, statistics_dtype
+from megacp.attention.kernels import Gradients, attend, by_heads, rows_of, statistics_dtype, together
 from megacp.attention.order import check_pack
-from megacp.attention.partial import join_, whole
+from megacp.attention.partial import attend_further
 from megacp.attention.spans import Mask, Span, Spans, self_spans
 from megacp.batch import PackedSeqParams
 from megacp.collectives import Exchange
@@ -117,41 +118,36 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pack: Pack, group: Group, mask: Mask, scale: float
     ) -> Tensor:
-        dtype = statistics_dtype(q.dtype)
-        out = lse = None
-        kv, spare = torch.stack((k, v)), k.new_empty(2, *k.shape)
-        exchange = Exchange(group)
+        q, own, done = by_heads(q), together(k, v), None
+        kv, exchange = own, Exchange(group)
         for number in range(group.size):
+            incoming = own
             if number < group.size - 1:
-                _shift(exchange, (kv, spare))
-            spans = block(pack, group.rank, number, mask)
-            part, part_lse = kernels.forward(q, kv[0], kv[1], spans, scale)
-            if out is None or lse is None:
-                out, lse = whole(part.to(dtype), part_lse.t(), spans, len(q))
-            else:
-                join_(out, lse, part, part_lse.t(), spans)
+                incoming = torch.empty_like(own)
+                _shift(exchange, (kv, incoming))
+            done = attend_further(done, q, *rows_of(kv), block(pack, group.rank, number, mask), scale)
             exchange.wait()
-            kv, spare = spare, kv
-        assert out is not None and lse is not None
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+            kv = incoming
+        assert done is not None
+        out = done.out.to(q.dtype)
+        # Copies, which let go of what q, k and v may be slices of.
+        ctx.save_for_backward(q, own, out, done.lse)
         ctx.layout = pack, group, mask, scale
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, own, out, lse = ctx.saved_tensors
         pack, group, mask, scale = ctx.layout
-        dq, dk, dv = _backward(dout.contiguous(), q, k, v, out, lse.t(), pack, group, mask, scale)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        grads = _backward(by_heads(dout), q, own, out, lse.t(), pack, group, mask, scale)
+        return *(grad.to(q.dtype) for grad in grads), None, None, None, None
 
 
 def _backward(
     dout: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     out: Tensor,
     lse: Tensor,
     pack: Pack,
@@ -164,8 +160,9 @@ def _backward(
     What it adds to the gradients of rank r - i goes on to rank r + 1 while that one computes its own share.
     """
     dtype = statistics_dtype(q.dtype)
+    k, v = rows_of(kv)
     dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(2, *k.shape, dtype=dtype)
-    kv, share, arriving = torch.stack((k, v)), home, home
+    share, arriving = home, home
     own, exchange = own_block(pack, group.rank, mask), Exchange(group)
     for number in range(group.size + 1):
         pairs, incoming = [], home
@@ -179,7 +176,7 @@ def _backward(
         if number in (0, group.size):
             keys, values, spans, total = k, v, own[number > 0], home
         else:
-            keys, values = kv
+            keys, values = rows_of(kv)
             spans, total = block(pack, group.rank, number, mask), torch.zeros_like(home)
         kernels.backward(dout, q, keys, values, out, lse, spans, scale, Gradients(dq, total[0], total[1]))
         exchange.wait()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacp.attention.order import Order, check_pack, zigzag
+from megacp.attention.order import Order, check_pack, in_order, zigzag
 from megacp.attention.ring import ring_attention
 from megacp.attention.spans import Mask
 from megacp.batch import PackedSeqParams
@@ -28,12 +28,11 @@ from megacp.grid import CPGroup, Group
 def to_heads(parts: Sequence[Tensor], order: Order, inner: Group) -> tuple[Tensor, ...]:
     """This rank's share of the heads of each part [T, n, D], for all inner ranks' tokens in order: [P*T, n/P, D].
 
-    All parts travel in one message; the results are slices of one tensor.
+    All parts travel in one message, by heads; the results are slices of one tensor.
     """
-    sent = torch.cat([part.unflatten(1, (inner.size, -1)).transpose(0, 1) for part in parts], dim=2)  # [P, T, heads, D]
-    rows = all_to_all(sent, inner).flatten(0, 1)
-    del sent  # long sequences: never three of them at once
-    return rows.index_select(0, order.by_pack).split([part.shape[1] // inner.size for part in parts], dim=1)
+    dealt = [part.unflatten(1, (inner.size, -1)).permute(1, 2, 0, 3) for part in parts]
+    received = all_to_all(torch.cat(dealt, dim=1), inner)  # [P, heads, T, D]; nobody else holds what was sent
+    return in_order(received, order.by_pack).split([part.shape[1] // inner.size for part in parts], dim=1)
 
 
 def to_tokens(parts: Sequence[Tensor], order: Order, inner: Group) -> tuple[Tensor, ...]:

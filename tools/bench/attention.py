@@ -4,22 +4,23 @@
     python tools/bench/attention.py 4096 memory --turns 7    some parts
 
 4096, 16384: one sequence of that many tokens. Each type runs at cp 2, on two processes of one thread that talk gloo.
-Contenders take turns, a forward and backward each behind a barrier, so that a noisy machine is noisy for all; reported
-are median seconds of the slower process and medians of ratios within a turn. The types are compared with
+Contenders take turns, a forward and backward each behind a barrier, and seconds are those of the slower process.
+Reported is the fastest turn of each: whatever else a machine does adds time, to one turn more than to another. The
+types are compared with
 
   kernels   PyTorch's flash kernels for CPU, called by hand on the blocks of queries and keys that the type gives a
             rank, forward and backward, in both processes at once, and nothing else: no communication, nothing merged,
-            added, gathered or put in order. p2p: its own tokens among themselves, and what each sees of the other
-            rank's. all_gather: each of its two chunks among itself, and against all before it. a2a: the whole
-            sequence, half of the heads. What a type takes longer is its overhead.
+            added, gathered or put in order. p2p and all_gather: its own tokens among themselves, and what each sees of
+            the other rank's. a2a: the whole sequence, half of the heads. What a type takes longer is its overhead.
   sdpa      PyTorch's scaled_dot_product_attention of the whole sequence, one process with two threads.
   torch     context parallelism of torch.distributed (experimental), balanced as for a causal mask. Where
             context_parallel() refuses the CPU, its ring functions run with the CPU's kernels put in and no autograd
             around them, by both ways it has to pass keys and values on.
 
-packs: sequences of long-tailed (lognormal) lengths, 16384 tokens in all. The ideal is each sequence by itself through
-sdpa, one after the other, the sum of their times over two; measured in both processes at once, one thread each. The
-share reported is ideal / time.
+packs: sequences of long-tailed lengths, 16384 tokens in all: the quantiles of a lognormal distribution with the median
+256, and a draw from it that happens to lack the long ones. The ideal is each sequence by itself through sdpa, one after
+the other, the sum of their times over two; measured in both processes at once, one thread each. The share reported is
+ideal / time.
 
 memory: growth of the resident set (VmHWM) of a process over a forward and backward of 16384 tokens, where q, k, v and
 the gradient of the output are there before. glibc is told to return freed memory, so that it is what lives at a time.
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -73,6 +75,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("4096", "16384", "packs", "memory")
 TYPES = ("p2p", "all_gather", "a2a")
 # Most time over that of the kernels alone, and least share of the ideal in packs.
+KERNELS = {"p2p": "p2p", "all_gather": "p2p", "a2a": "a2a"}
 MOST = {"p2p": 1.10, "all_gather": 1.15, "a2a": 1.10}
 LEAST = 0.9
 HEADS, WIDTH, TOKENS = 8, 64, 16384
@@ -113,27 +116,26 @@ def sequence(length: int, turns: int) -> None:
     names = [name for name in ranks.answers[0]["steps"] if name != "sequences"]
     seconds = take_turns({**dict.fromkeys(names, ranks), "sdpa": alone}, turns)
     print(f"{'':18} {'seconds':>8} {'/ kernels':>10} {'/ sdpa':>8}")
-    for name, times in seconds.items():
-        over = f"{ratio(times, seconds[f'{name} kernels']):.3f}" if name in TYPES else ""
+    for name, time_taken in seconds.items():
+        over = f"{time_taken / seconds[f'{KERNELS[name]} kernels']:.3f}" if name in TYPES else ""
         target = f"  at most {MOST[name]:.2f} of its kernels" if name in TYPES else ""
-        print(f"{name:18} {statistics.median(times):8.3f} {over:>10} {ratio(times, seconds['sdpa']):8.3f}{target}")
-    peers = [name for name in seconds if name.startswith("torch")]
+        print(f"{name:18} {time_taken:8.3f} {over:>10} {time_taken / seconds['sdpa']:8.3f}{target}")
+    peer = min(taken for name, taken in seconds.items() if name.startswith("torch"))
     for name in TYPES:
-        slower = min(ratio(seconds[peer], seconds[name]) for peer in peers)
-        print(f"torch.distributed's takes {slower:.3f} times as long as {name}: target above 1")
+        print(f"torch.distributed's takes {peer / seconds[name]:.3f} times as long as {name}: target above 1")
 
 
 def packs(turns: int) -> None:
-    lengths = long_tailed(TOKENS)
-    ranks = Workers("steps", 2, 1, lengths=lengths)
-    print(
-        f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens, {HEADS} heads of {WIDTH}"
-    )
-    seconds = take_turns(dict.fromkeys([*TYPES, "sequences"], ranks), turns)
-    print(f"{'':18} {'seconds':>8} {'of ideal':>10}")
-    for name, times in seconds.items():
-        share = f"{ratio(seconds['sequences'], times) / 2:10.3f}  at least {LEAST}" if name in TYPES else ""
-        print(f"{name:18} {statistics.median(times):8.3f} {share}")
+    for lengths in (long_tailed(TOKENS), short(TOKENS)):
+        ranks = Workers("steps", 2, 1, lengths=lengths)
+        print(
+            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens, {HEADS} heads of 64"
+        )
+        seconds = take_turns(dict.fromkeys([*TYPES, "sequences"], ranks), turns)
+        print(f"{'':18} {'seconds':>8} {'of ideal':>10}")
+        for name, time_taken in seconds.items():
+            share = f"{seconds['sequences'] / time_taken / 2:10.3f}  at least {LEAST}" if name in TYPES else ""
+            print(f"{name:18} {time_taken:8.3f} {share}")
 
 
 def memory() -> None:
@@ -158,8 +160,8 @@ def tensors(comm_type: str, cp: int) -> float:
     return {"p2p": ring, "all_gather": 6 * cp + 3, "a2a": 10, "a2a+p2p": 5 + ring}[comm_type]
 
 
-def take_turns(contenders: dict[str, Workers], turns: int) -> dict[str, list[float]]:
-    """Seconds of every turn, by contender, after one that does not count."""
+def take_turns(contenders: dict[str, Workers], turns: int) -> dict[str, float]:
+    """Seconds of the fastest turn, by contender, after one that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
         for name, workers in contenders.items():
@@ -170,15 +172,20 @@ def take_turns(contenders: dict[str, Workers], turns: int) -> dict[str, list[flo
                 seconds[name].append(taken)
     for workers in set(contenders.values()):
         workers.close()
-    return seconds
-
-
-def ratio(times: list[float], others: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+    return {name: min(times) for name, times in seconds.items()}
 
 
 def long_tailed(total: int) -> list[int]:
-    """Lognormal lengths with the median 256, half of the tokens in a tenth of the sequences; always the same."""
+    """The quantiles of lognormal lengths with the median 256, in an order without meaning: `total` tokens."""
+    count = round(total / (256 * math.exp(1.3**2 / 2)))
+    normal = statistics.NormalDist()
+    lengths = [round(256 * math.exp(1.3 * normal.inv_cdf((i + 0.5) / count))) for i in range(count)]
+    lengths[count // 2] += total - sum(lengths)
+    return numpy.random.default_rng(0).permutation(lengths).tolist()
+
+
+def short(total: int) -> list[int]:
+    """The same lengths drawn, a draw without very long ones."""
     drawn = numpy.random.default_rng(0).lognormal(numpy.log(256), 1.3, total)
     ends = numpy.minimum(drawn.astype(int).clip(1).cumsum(), total)
     return numpy.diff(ends, prepend=0)[: int(numpy.searchsorted(ends, total)) + 1].tolist()
@@ -287,7 +294,7 @@ def all_steps(lengths: list[int]) -> tuple[dict[str, Step], str]:
     steps["sequences"] = sequences(lengths)
     if len(lengths) > 1:
         return steps, ""
-    steps |= {f"{name} kernels": kernels(name, lengths[0]) for name in TYPES}
+    steps |= {f"{name} kernels": kernels(name, lengths[0]) for name in set(KERNELS.values())}
     peers, refusal = torch_steps(lengths[0])
     return steps | peers, refusal
 
@@ -323,15 +330,9 @@ def blocks(comm_type: str, length: int, rank: int) -> list[Block]:
     chunk = length // 4
     if comm_type == "a2a":
         return [Block(0, length, 0, length, True)]
-    if comm_type == "p2p":
-        # Of the other rank's two chunks: rank 0's late one sees both, rank 1's chunks see the early one.
-        other = Block(chunk, chunk, 0, 2 * chunk, False) if rank == 0 else Block(0, 2 * chunk, 0, chunk, False)
-        return [Block(0, 2 * chunk, 0, 2 * chunk, True), other]
-    found = []
-    for row, place in ((0, rank * chunk), (chunk, (3 - rank) * chunk)):
-        found.append(Block(row, chunk, place, chunk, True))
-        found += [Block(row, chunk, 0, place, False)] if place else []
-    return found
+    # Of the other rank's two chunks: rank 0's late one sees both, rank 1's chunks see the early one.
+    other = Block(chunk, chunk, 0, 2 * chunk, False) if rank == 0 else Block(0, 2 * chunk, 0, chunk, False)
+    return [Block(0, 2 * chunk, 0, 2 * chunk, True), other]
 
 
 def kernels(comm_type: str, length: int) -> Step:
