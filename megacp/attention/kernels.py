@@ -216,17 +216,24 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _is_whole(run: Run, q: Tensor, k: Tensor) -> bool:
-    """Has the run every row of q and of k, each once?"""
-    return (run.count * run.q_length, run.count * run.k_length) == (len(q), len(k)) and run.k_step >= run.k_length
+def _put_into_queries(run: Run, total: Tensor, share: Tensor, write: bool) -> None:
+    """Write [count, q_length, ..] over the queries of a run, or add it."""
+    rows = _stretches(total, run.count, run.q, run.q_length, run.q_step)
+    rows.copy_(share) if write else rows.add_(share)
 
 
-def _add_to_keys(run: Run, total: Tensor, share: Tensor) -> None:
-    """Add [count, k_length, ..] to the keys of a run, but not through a view that has a row twice: it loses shares."""
+def _put_into_keys(run: Run, total: Tensor, share: Tensor, write: bool) -> None:
+    """Write [count, k_length, ..] over the keys of a run, or add it.
+
+    Not through a view that has a row twice: it loses shares.
+    """
     sets = run.apart()
     for i, keys in enumerate(sets):
-        rows = _stretches(total, keys.count, keys.k, keys.k_length, keys.k_step)
-        rows.add_(share if len(sets) == 1 else share[i :: len(sets)])
+        rows, part = (
+            _stretches(total, keys.count, keys.k, keys.k_length, keys.k_step),
+            share if len(sets) == 1 else share[i :: len(sets)],
+        )
+        rows.copy_(part) if write else rows.add_(part)
 
 
 def _cpu_backward(
@@ -240,22 +247,24 @@ def _cpu_backward(
     scale: float,
     into: Gradients | None,
 ) -> Gradients:
-    first, further = spans.passes
-    runs = [part for run in (*first, *further) if run.k_length for part in run.groups(2 * len(k))]
     given, dtype = into, q.dtype
     dout, q, k, v, out = (x.to(statistics_dtype(dtype)) for x in (dout, q, k, v, out))
-    for run in runs:
-        of_queries = [_query_heads(run, x) for x in (dout, q)], [_query_heads(run, x) for x in (out, lse)]
-        rows = *of_queries[0], _key_heads(run, k), _key_heads(run, v), *of_queries[1]
-        shares = _cpu_backward_kernel(*rows, 0.0, run.causal, attn_mask=_band(run, q.dtype), scale=scale)
-        dq, dk, dv = (share.transpose(1, 2) for share in shares)
-        if into is None and _is_whole(run, q, k):
-            into = Gradients(*(share.flatten(0, 1) for share in (dq, dk, dv)))
-            continue
-        into = into or Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)))
-        _stretches(into.q, run.count, run.q, run.q_length, run.q_step).add_(dq)
-        _add_to_keys(run, into.k, dk)
-        _add_to_keys(run, into.v, dv)
+    # Rows that the first runs meet once each are written by them, not added to.
+    written = into is None and spans.tile(len(q), len(k))
+    for at_first, runs in zip((True, False), spans.passes, strict=True):
+        for run in (part for whole in runs if whole.k_length for part in whole.groups(2 * len(k))):
+            of_keys = _key_heads(run, k), _key_heads(run, v)
+            rows = *(_query_heads(run, x) for x in (dout, q)), *of_keys, *(_query_heads(run, x) for x in (out, lse))
+            shares = _cpu_backward_kernel(*rows, 0.0, run.causal, attn_mask=_band(run, q.dtype), scale=scale)
+            dq, dk, dv = (share.transpose(1, 2) for share in shares)
+            write = written and at_first
+            if write and (run.count * run.q_length, run.count * run.k_length) == (len(q), len(k)):
+                into = Gradients(*(share.flatten(0, 1) for share in (dq, dk, dv)))
+                continue
+            into = into or Gradients(*((x.new_empty if written else x.new_zeros)(x.shape) for x in (q, k, v)))
+            _put_into_queries(run, into.q, dq, write)
+            _put_into_keys(run, into.k, dk, write)
+            _put_into_keys(run, into.v, dv, write)
     assert into is not None
     return into if into is given else Gradients(*(total.to(dtype) for total in into))
 

@@ -294,6 +294,11 @@ class Spans:
         """Are the queries of the spans rows 0..rows-1, in this order?"""
         return self.queries.covers(rows)
 
+    def tile(self, rows: int, keys: int) -> bool:
+        """Do they hold queries 0..rows-1 and keys 0..keys-1, each once, so that first passes meet all of them once?"""
+        plain = all(run.k_length and (run.causal or (run.low is None and run.high is None)) for run in self.runs)
+        return plain and self.covers(rows) and self.keys.covers(keys)
+
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The spans, joined."""
