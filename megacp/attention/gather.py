@@ -11,7 +11,7 @@ travel together as [2, K, T, D], by heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megacp.attention import kernels
-from megacp.attention.kernels import Gradients, attend, by_heads, rows_of, statistics_dtype, together
+from megacp.attention.kernels import Gradients, attend, rows_of, statistics_dtype, together
 from megacp.attention.order import Order, check_pack, in_order, zigzag
 from megacp.attention.partial import attend_further
 from megacp.attention.ring import Pack, block, own_block
@@ -139,27 +139,16 @@ def seen(pack: Pack, rank: int, mask: Mask) -> Seen:
         early, late = own_block(pack, rank, mask)
         return Seen((block(pack, rank, 0, mask),), (early,), (late,), _by_pieces(others))
     early, late = _by_pieces(far), _by_pieces(near)
-    return Seen((*late, *early), early, late, _by_pieces(others))
+    # With padding at hand only, own queries may see no own key.
+    return Seen((*late, *early) or (Spans(()),), early, late, _by_pieces(others))
 
 
-class _Others:
-    """A tensor from each other rank of a group, on its way."""
-
-    def __init__(self, group: Group) -> None:
-        self.exchange = Exchange(group)
-        self.ranks = [index for index in range(group.size) if index != group.rank]
-
-    def start(self, sends: list[Tensor], shape: torch.Size) -> None:
-        """One to every other rank, by rank; what comes is of `shape`."""
-        self.received = sends[0].new_empty(len(sends), *shape)
-        self.exchange.start(
-            list(zip(sends, self.ranks, strict=True)), list(zip(self.received, self.ranks, strict=True))
-        )
-
-    def wait(self) -> Tensor:
-        """[ranks - 1, ..]"""
-        self.exchange.wait()
-        return self.received
+def _trade(exchange: Exchange, sends: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Post a tensor to every other rank, by rank; returns [ranks - 1, *shape], what will have come from them."""
+    received = sends[0].new_empty(len(sends), *shape)
+    others = [index for index in range(exchange.group.size) if index != exchange.group.rank]
+    exchange.start(list(zip(sends, others, strict=True)), list(zip(received, others, strict=True)))
+    return received
 
 
 def _keys_and_values(received: Tensor, order: Order) -> tuple[Tensor, Tensor]:
@@ -171,16 +160,17 @@ def _keys_and_values(received: Tensor, order: Order) -> tuple[Tensor, Tensor]:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Seen, order: Order, cp: Group, scale: float) -> Tensor:
-        q, own, coming, done = by_heads(q), together(k, v), _Others(cp), None
-        coming.start([own] * (cp.size - 1), own.shape)
+        own, exchange, done = together(k, v), Exchange(cp), None
+        received = _trade(exchange, [own] * (cp.size - 1), own.shape)
         for spans in plan.own:
             done = attend_further(done, q, *rows_of(own), spans, scale)
-        keys, values = _keys_and_values(coming.wait(), order)
+        exchange.wait()
+        keys, values = _keys_and_values(received, order)
+        del received
         for spans in plan.others:
             done = attend_further(done, q, keys, values, spans, scale)
         assert done is not None
         out = done.out.to(q.dtype)
-        # Copies, which let go of what q, k and v may be slices of.
         ctx.save_for_backward(q, own, out, done.lse)
         ctx.layout = plan, order, cp, scale
         return out
@@ -189,7 +179,7 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse = ctx.saved_tensors  # recomputation hands them out once
-        grads = _backward(by_heads(dout), q, own, out, lse.t(), *ctx.layout)
+        grads = _backward(dout.contiguous(), q, own, out, lse.t(), *ctx.layout)
         return *(grad.to(q.dtype) for grad in grads), None, None, None, None
 
 
@@ -197,8 +187,8 @@ def _backward(
     dout: Tensor, q: Tensor, own: Tensor, out: Tensor, lse: Tensor, plan: Seen, order: Order, cp: Group, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in fp32 (fp64). A half of the own keys' hides what is fetched, the other one what is sent home."""
-    coming = _Others(cp)
-    coming.start([own] * (cp.size - 1), own.shape)
+    exchange = Exchange(cp)
+    received = _trade(exchange, [own] * (cp.size - 1), own.shape)
     dtype, (k, v) = statistics_dtype(q.dtype), rows_of(own)
     dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(len(k), 2 * k.shape[1], k.shape[2], dtype=dtype)
 
@@ -207,14 +197,18 @@ def _backward(
             kernels.backward(dout, q, keys, values, out, lse, spans, scale, Gradients(dq, *dkv.chunk(2, dim=1)))
 
     add(plan.early, k, v, home)
-    keys, values = _keys_and_values(coming.wait(), order)
+    exchange.wait()
+    keys, values = _keys_and_values(received, order)
+    del received
     shares = home.new_zeros(len(keys), *home.shape[1:])
     add(plan.others, keys, values, shares)
     del keys, values
-    coming.start(list(shares.index_select(0, order.by_rank).chunk(cp.size - 1)), home.shape)
+    sent = shares.index_select(0, order.by_rank)
     del shares
+    received = _trade(exchange, sent.chunk(cp.size - 1), home.shape)
     add(plan.late, k, v, home)
-    for share in coming.wait():
+    exchange.wait()
+    for share in received:
         home += share
     dk, dv = home.chunk(2, dim=1)
     return dq, dk, dv

@@ -77,7 +77,7 @@ def backward(
     """
     if not any(spans.k_lengths):
         return into or Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)))
-    q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
+    q, k, v, dout = _readable(q), _readable(k), _readable(v), dout.contiguous()
     compute = _cuda_backward if q.is_cuda else _cpu_backward
     return compute(dout, q, k, v, out, lse.t(), spans, scale, into)
 
@@ -85,8 +85,7 @@ def backward(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
-        # Copies are kept for backward, and let go of what q, k and v may be slices of.
-        q, k, v = by_heads(q), by_heads(k), by_heads(v)
+        k, v = by_heads(k), by_heads(v)
         out, lse = forward(q, k, v, spans, scale)
         out = out.to(q.dtype)
         if not spans.covers(len(q)):
@@ -102,7 +101,7 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *backward(by_heads(dout), q, k, v, out, lse, ctx.spans, ctx.scale), None, None
+        return *backward(dout, q, k, v, out, lse, ctx.spans, ctx.scale), None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tensor:
@@ -111,7 +110,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Tenso
 
 
 def by_heads(x: Tensor) -> Tensor:
-    """x [T, n, D] as it is read fastest: on a CPU each head's rows in one piece of memory."""
+    """Keys or values [S, K, D] as they are read fastest: on a CPU each head's rows in one piece of memory.
+
+    What is read once or written, as queries and results, may lie by rows.
+    """
     if x.is_cuda or x.stride(0) == x.shape[2]:
         return x
     return x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megacp.attention import kernels
 from megacp.attention.halo import halo_attention
-from megacp.attention.kernels import Gradients, attend, by_heads, rows_of, statistics_dtype, together
+from megacp.attention.kernels import Gradients, attend, rows_of, statistics_dtype, together
 from megacp.attention.order import check_pack
 from megacp.attention.partial import attend_further
 from megacp.attention.spans import Mask, Span, Spans, self_spans
@@ -118,7 +118,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pack: Pack, group: Group, mask: Mask, scale: float
     ) -> Tensor:
-        q, own, done = by_heads(q), together(k, v), None
+        own, done = together(k, v), None
         kv, exchange = own, Exchange(group)
         for number in range(group.size):
             incoming = own
@@ -130,7 +130,6 @@ class _Ring(torch.autograd.Function):
             kv = incoming
         assert done is not None
         out = done.out.to(q.dtype)
-        # Copies, which let go of what q, k and v may be slices of.
         ctx.save_for_backward(q, own, out, done.lse)
         ctx.layout = pack, group, mask, scale
         return out
@@ -140,7 +139,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse = ctx.saved_tensors
         pack, group, mask, scale = ctx.layout
-        grads = _backward(by_heads(dout), q, own, out, lse.t(), pack, group, mask, scale)
+        grads = _backward(dout.contiguous(), q, own, out, lse.t(), pack, group, mask, scale)
         return *(grad.to(q.dtype) for grad in grads), None, None, None, None
 
 

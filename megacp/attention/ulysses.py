@@ -74,7 +74,10 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return to_heads((dout,), *ctx.layout)[0], None, None
+        order, inner = ctx.layout
+        # By rows, as kernels read it.
+        received = all_to_all(dout.unflatten(1, (inner.size, -1)).transpose(0, 1), inner)  # [P, T, n/P, D]
+        return received.flatten(0, 1).index_select(0, order.by_pack), None, None
 
 
 def ulysses_attention(

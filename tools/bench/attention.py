@@ -25,14 +25,15 @@ ideal / time.
 memory: growth of the resident set (VmHWM) of a process over a forward and backward of 16384 tokens, where q, k, v and
 the gradient of the output are there before. glibc is told to return freed memory, so that it is what lives at a time.
 The formula counts tensors of U = 4 * tokens / cp * heads * width bytes, the size of a rank's q, at the moment of the
-backward pass where most of them live. c is cp; log-sum-exps, U/64 each, and the kernels' buffers are left out:
+backward pass where most of them live. c is cp; log-sum-exps, U/64 each, and the kernels' buffers are left out. What is
+read from another rank's memory takes none here before it is read:
 
-  one rank     4          out; what the kernel returns, the gradients of q, k, v
-  p2p          11         out; sums of dq, home dk and dv; gradients passed on, and arriving; what the kernel returns, 3
-               16.5       from cp 3 on: k and v here, and arriving, and gradients of the keys at hand besides, and the
-                          kernel returns 2.5
-  all_gather   6 c + 3    k and v of all ranks, and their gradients, 2 c each; what the kernel returns of the late chunk
-                          against all before it, 2 c - 1/2, and of the chunk before; out and dq
+  one rank     6          copies of k and v; out; what the kernel returns, the gradients of q, k, v
+  p2p          12.5       at the other rank's keys: own k and v; out; sums of dq, of home dk and dv; k and v at hand and
+                          their gradients, 2 each; what the kernel returns, 2.5
+               16         from cp 3 on, at a wait: those but the last; k, v, gradients that arrive; gradients passed on
+  all_gather   6 c + 1/2  own k and v; out; sums of dq, of home dk and dv; k and v of the others, their gradients and
+                          what the kernel returns of the late chunk against all of them, 2 (c - 1) each; its dq, 1/2
   a2a          10         out; gradients of q, k, v by heads, put in order, and received
   a2a+p2p      5 + p2p    what the ring of the outer ranks holds; q, k, v, the gradient of out by heads; out by tokens
 """
@@ -154,10 +155,10 @@ def memory() -> None:
 def tensors(comm_type: str, cp: int) -> float:
     """How many tensors of a rank's size live at most: the formula on top."""
     if cp == 1:
-        return 4
+        return 6
     ranks = cp // 2 if comm_type == "a2a+p2p" else cp
-    ring = 11 if ranks == 2 else 16.5
-    return {"p2p": ring, "all_gather": 6 * cp + 3, "a2a": 10, "a2a+p2p": 5 + ring}[comm_type]
+    ring = 12.5 if ranks == 2 else 16
+    return {"p2p": ring, "all_gather": 6 * cp + 0.5, "a2a": 10, "a2a+p2p": 5 + ring}[comm_type]
 
 
 def take_turns(contenders: dict[str, Workers], turns: int) -> dict[str, float]:
