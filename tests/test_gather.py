@@ -139,8 +139,11 @@ def test_own_keys_are_kept_and_sent_and_gradients_summed_in_fp32(dtype: str, sum
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_equals_reference_in_float64(cp: int) -> None:
-    packs = [(64,) * 3, (1, 37, 2, 150, 5), (30, 0, 61, 0), (1,)]
+    packs = [(64,) * 3, (1, 37, 2, 150, 5), (30, 0, 61, 0)]
     tiny = tuple(1 + i % 7 for i in range(200))
     rows = [*product(packs, EVERY_VIEW.values()), (tiny, VIEWS["causal"]), (tiny, VIEWS["two-sided"])]
     turns = zip(cycle([(4, 4), (12, 6), (12, 2), (3, 1)]), rows, strict=False)
-    assert_equal_to_reference([Case(KIND, pack, view, heads, "float64") for heads, (pack, view) in turns], cp)
+    table = [Case(KIND, pack, view, heads, "float64") for heads, (pack, view) in turns]
+    # Some ranks hold nothing but padding that sees nothing.
+    table.append(Case(KIND, (1,), VIEWS["two-sided"], (4, 4), "float64", multiple=64))
+    assert_equal_to_reference(table, cp)
