@@ -212,7 +212,8 @@ class Grid:
         live = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if live else (0, 1)
         dense, expert = grid_sizes(parallel_config, world_size)
-        readable = find_readable() if live and dist.get_backend() == "gloo" else Readable()
+        by_reading = live and dist.get_backend() == "gloo" and parallel_config.read_peer_memory
+        readable = find_readable() if by_reading else Readable()
         builder = _Builder(rank, parallel_config.distributed_timeout_minutes, readable)
 
         def group(axes: str, sizes: dict[str, int] = dense, name: str = "", traffic: str = "model") -> Group:

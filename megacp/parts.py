@@ -165,6 +165,8 @@ class ParallelConfig(Part):
     """auto: nccl where CUDA is"""
     distributed_timeout_minutes: Annotated[float, Field(ge=0.01, le=525_600)] = 10.0
     """a collective that takes longer is an error"""
+    read_peer_memory: bool = True
+    """gloo: read large tensors from the memory of ranks on the same host, where Linux allows it"""
 
     def layer_comm_types(self, num_layers: int) -> list[str]:
         """cp_comm_type of every layer. ValueError for a run that is not [type, layers] or a list of another length."""

@@ -30,7 +30,8 @@ class _Stretch(ctypes.Structure):
 
 
 def _kernel_call(name: str) -> Any:
-    call = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    """A function of the C library; None where there is none such."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), name, None) if os.name == "posix" else None
     if call is not None:
         call.restype = ctypes.c_ssize_t
     return call
@@ -52,10 +53,11 @@ def read(pid: int, address: int, into: Tensor) -> None:
 
 
 def _let_siblings_read() -> None:
-    """Where only ancestors may read a process (the Yama module of Linux), allow those that the parent started too."""
-    set_ptracer = 0x59616D61
-    if (call := _kernel_call("prctl")) is not None:
-        call(ctypes.c_int(set_ptracer), *(ctypes.c_ulong(word) for word in (os.getppid(), 0, 0, 0)))
+    """Allow what else the parent of this process started to trace it, and so to read it, where the Yama module of Linux
+    reserves that to ancestors. Nobody gets a right that he would not have without the module."""
+    set_ptracer, parent = 0x59616D61, os.getppid()
+    if parent > 1 and (call := _kernel_call("prctl")) is not None:
+        call(ctypes.c_int(set_ptracer), *(ctypes.c_ulong(word) for word in (parent, 0, 0, 0)))
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,29 @@ class Readable:
 
 def find_readable() -> Readable:
     """Who reads whom, tried out. A collective of the whole world; gloo only."""
-    _let_siblings_read()
-    word = torch.tensor([secrets.randbits(62)])
-    host = int.from_bytes(sha256(BOOT_ID.read_bytes()).digest()[:7]) if BOOT_ID.exists() else secrets.randbits(62)
-    about = _all_gather(torch.tensor([host, os.getpid(), word.data_ptr(), int(word)]))
-    readable = [there[0] == host and _reads(*there[1:]) for there in about.tolist()]
-    # Nobody goes on, and lets go of the word, before all have read.
-    matrix = _all_gather(torch.tensor(readable))
+    word = torch.tensor([secrets.randbits(62)], device="cpu")
+    host = (
+        int.from_bytes(sha256(BOOT_ID.read_bytes()).digest()[:7], "big") if BOOT_ID.exists() else secrets.randbits(62)
+    )
+    about = _all_gather([host, os.getpid(), word.data_ptr(), int(word)])
+    matrix, neighbours = _try_all(about, host), about[:, :1] == about[:, 0]
+    if not matrix[neighbours].all():
+        _let_siblings_read()
+        _all_gather([0])  # nobody tries again before all have done so
+        matrix = _try_all(about, host)
     mutual = (matrix & matrix.t()).tolist()
     return Readable(tuple(about[:, 1].tolist()), tuple(map(tuple, mutual)))
 
 
-def _all_gather(row: Tensor) -> Tensor:
+def _try_all(about: Tensor, host: int) -> Tensor:
+    """bool [W, W]: which rank reads which, of rows (host, process id, address of a word, the word)."""
+    # Nobody goes on, and lets go of the word, before all have read.
+    return _all_gather([int(there[0] == host and _reads(*there[1:])) for there in about.tolist()]).bool()
+
+
+def _all_gather(numbers: list[int]) -> Tensor:
+    """int64 [W, ..]: the numbers of every rank."""
+    row = torch.tensor(numbers, device="cpu")
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return torch.stack(rows)
@@ -93,7 +106,7 @@ def _all_gather(row: Tensor) -> Tensor:
 
 def _reads(pid: int, address: int, expected: int) -> bool:
     """Is what lies there what its owner says? In another namespace the number may be that of a stranger."""
-    found = torch.zeros(1, dtype=torch.int64)
+    found = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
         read(pid, address, found)
     except OSError:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.collectives import Exchange, all_gather, all_to_all, reduce_scatter
+from megacp.collectives import Exchange, all_gather, all_to_all, reduce_scatter, start_gather_of_others
 from megacp.grid import Group
 from megacp.same_host import find_readable
-from tests.packs import reading_from
+from tests.packs import needs_reading, reading_from
 from tests.spawn import run
 
 
@@ -35,7 +37,7 @@ def every_collective(by_reading: bool) -> tuple[list, list, list, list]:
         return dealt[0], turned[:, 1].tolist(), all_gather(own(group)[:1], group)[:, 0].tolist(), sums[0].tolist()
 
 
-@pytest.mark.parametrize("by_reading", [False, True])
+@pytest.mark.parametrize("by_reading", [False, pytest.param(True, marks=needs_reading)])
 def test_collectives(by_reading: bool) -> None:
     for rank, (dealt, turned, gathered, sums) in enumerate(run(every_collective, 3, by_reading)):
         assert dealt == [10 * source + rank for source in range(3)]
@@ -87,35 +89,80 @@ def test_a_tensor_with_gaps_is_refused() -> None:
         run(with_gaps, 2)
 
 
-def of_two_sizes() -> None:
+def of_two_sizes() -> str:
+    """Rank 1 expects more than rank 0 sends: both hear of it, and can go on."""
     group = world(by_reading=True)
-    exchange = Exchange(group)
+    exchange, other = Exchange(group), 1 - group.rank
     with reading_from(0):
-        exchange.start([(torch.zeros(3), 1 - group.rank)], [(torch.zeros(4), 1 - group.rank)])
+        exchange.start([(torch.zeros(3), other)], [(torch.zeros(3 + group.rank), other)])
+        with pytest.raises(RuntimeError) as failed:
+            exchange.wait()
+        exchange.start([(torch.ones(3), other)], [(received := torch.zeros(3), other)])
+        exchange.wait()
+    assert received.tolist() == [1.0] * 3
+    return str(failed.value)
+
+
+@needs_reading
+def test_another_size_than_expected_is_an_error_on_both_sides() -> None:
+    assert run(of_two_sizes, 2) == ["rank 1 could not read", "rank 0 sends 12 bytes, not 16"]
+
+
+def started_twice() -> None:
+    group = world()
+    exchange, other = Exchange(group), 1 - group.rank
+    exchange.start([(torch.zeros(3), other)], [(torch.zeros(3), other)])
+    try:
+        exchange.start([], [])
+    finally:
         exchange.wait()
 
 
-def test_another_size_than_expected_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"rank \d sends 12 bytes, not 16"):
-        run(of_two_sizes, 2)
+def test_a_second_start_before_the_wait_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="started anew before it was waited for"):
+        run(started_twice, 2)
 
 
-def overwritten_after_the_wait() -> float:
-    """What arrives is what was there at the start, though its owner writes to it as soon as it may."""
-    group, total = world(by_reading=True), 0.0
-    mine, theirs, exchange = torch.empty(2**17), torch.empty(2**17), Exchange(group)
-    for turn in range(20):
-        mine.fill_(turn + group.rank)
-        exchange.start([(mine, 1 - group.rank)], [(theirs, 1 - group.rank)])
+def slowly_read() -> list[float]:
+    """What arrives is what was there at the start, though its owner lets go of it, or changes it as soon as it may."""
+    group, found = world(by_reading=True), []
+    exchange, other = Exchange(group), 1 - group.rank
+    mine, theirs = torch.empty(2**17), torch.empty(2**17)
+    for turn in range(3):
+        mine.fill_(turn)
+        # A temporary tensor, of which nobody but the exchange knows.
+        temporary = torch.full((2**17,), 10.0 + turn)
+        address = temporary.data_ptr()
+        exchange.start([(mine, other), (temporary, other)], [(theirs, other), (second := torch.empty(2**17), other)])
+        del temporary
+        again = torch.full((2**17,), -1.0)
+        assert again.data_ptr() != address
+        if group.rank == turn % 2:
+            time.sleep(0.2)
         exchange.wait()
         mine.fill_(-1.0)
-        assert theirs.unique().tolist() == [turn + 1 - group.rank]
-        total += theirs[0].item()
-    return total
+        found += [theirs.unique().tolist(), second.unique().tolist()]
+    return found
 
 
-def test_nothing_is_overwritten_before_it_has_been_read() -> None:
-    assert run(overwritten_after_the_wait, 2) == [210.0, 190.0]
+@needs_reading
+def test_nothing_changes_before_it_has_been_read() -> None:
+    assert run(slowly_read, 2) == [[[0.0], [10.0], [1.0], [11.0], [2.0], [12.0]]] * 2
+
+
+def gathered_of_others(by_reading: bool) -> list[list[float]]:
+    group = world(by_reading)
+    with reading_from(0):
+        gathered, fetch = start_gather_of_others(own(group), group)
+        fetch.wait()
+    return [block[:, 0].tolist() for rank, block in enumerate(gathered) if rank != group.rank]
+
+
+@pytest.mark.parametrize("by_reading", [False, pytest.param(True, marks=needs_reading)])
+def test_gather_of_others(by_reading: bool) -> None:
+    blocks = [[10.0 * rank + i for i in range(3)] for rank in range(3)]
+    for rank, others in enumerate(run(gathered_of_others, 3, by_reading)):
+        assert others == blocks[:rank] + blocks[rank + 1 :]
 
 
 def test_alone_nothing_is_sent() -> None:

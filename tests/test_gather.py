@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.attention import reference
+from megacp.attention import kernels, reference
 from megacp.attention.gather import seen
 from megacp.attention.ring import Pack
 from megacp.attention.spans import Mask, Spans
@@ -74,7 +74,8 @@ def test_spans_tile_the_mask(size: int, view: str) -> None:
                 read = spans.keys.index(torch.device("cpu"))
                 assert len(read.unique()) == len(read), "one call reads and adds to each key once"
         whole, by_parts = (
-            sum(seen_pairs(spans, own, own, total) for spans in parts) for parts in (plan.own, plan.early + plan.late)
+            sum(seen_pairs(spans, own, own, total) for spans in parts)
+            for parts in (plan.own, plan.at_fetch + plan.at_send)
         )
         assert torch.equal(torch.as_tensor(whole), torch.as_tensor(by_parts))
     causal, window = EVERY_VIEW[view]
@@ -92,49 +93,66 @@ def test_spans_tile_the_mask(size: int, view: str) -> None:
 @pytest.mark.parametrize("view", EVERY_VIEW)
 def test_one_sequence_is_read_in_place(view: str) -> None:
     for rank in range(4):
-        plan = seen(Pack((60,), (64,), 4), rank, mask_of(EVERY_VIEW[view]))
-        assert plan.own and all(spans.keys.is_block for parts in plan for spans in parts if len(spans.spans) == 1)
-        assert all(len(spans.spans) == 1 for spans in plan.others)
+        mask = mask_of(EVERY_VIEW[view])
+        plan = seen(Pack((60,), (64,), 4), rank, mask)
+        assert plan.own and all(len(spans.spans) == 1 for spans in plan.others)
+        assert all(spans.keys.is_block for spans in plan.own)
+        if not mask.windowed:
+            assert len(plan.own) == 1 and len(plan.others) == (1 if rank in (0, 3) or mask.right is None else 2)
 
 
 class Traffic(NamedTuple):
     tokens: int
     saved: int
-    sent: list[tuple[int, torch.dtype]]
+    events: list[Any]
 
 
 def traffic(dtype: str) -> Traffic:
-    """Tokens of this rank, numbers kept for backward, and of every exchange how many are sent to one rank."""
+    """Tokens of this rank, numbers kept for backward, and in order: kernels, waits, and what is sent to whom."""
     grid = Grids()[KIND]
     packed, index, real, _ = layout([64, 30], grid.cp)
     q, k, v, dout = (x[index].to(getattr(torch, dtype)) for x in inputs(len(real), HEADS["GQA"], 1))
-    leaves, saved, sent, original = [x.requires_grad_() for x in (q, k, v)], [], [], Exchange.start
+    leaves, saved, events = [x.requires_grad_() for x in (q, k, v)], [], []
+    originals = Exchange.start, Exchange.wait, kernels.forward, kernels.backward
 
     def keep(x: Tensor) -> Tensor:
         saved.append(x.numel())
         return x
 
-    def spy(self: Exchange, sends: Any, receives: Any) -> None:
-        sent.extend({(tensor.numel(), tensor.dtype) for tensor, _ in sends})
-        original(self, sends, receives)
+    def start(self: Exchange, sends: Any, receives: Any) -> None:
+        events.append([(index, tensor.numel(), tensor.dtype) for tensor, index in sends])
+        originals[0](self, sends, receives)
 
-    Exchange.start = spy
+    def noted(name: str, original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return original(*args)
+
+        return call
+
+    Exchange.start, Exchange.wait = start, noted("wait", originals[1])
+    kernels.forward, kernels.backward = noted("kernel", originals[2]), noted("kernel", originals[3])
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out = build(KIND, grid)(*leaves, packed, grid.cp)
         torch.autograd.grad(out, leaves, dout)
     finally:
-        Exchange.start = original
-    return Traffic(len(q), sum(saved), sent)
+        Exchange.start, Exchange.wait, kernels.forward, kernels.backward = originals
+    return Traffic(len(q), sum(saved), events)
 
 
 @pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", torch.float32), ("float64", torch.float64)])
-def test_own_keys_are_kept_and_sent_and_gradients_summed_in_fp32(dtype: str, sums: torch.dtype) -> None:
+def test_what_is_kept_and_sent_and_that_work_hides_it(dtype: str, sums: torch.dtype) -> None:
     heads, kv_heads = HEADS["GQA"]
-    for tokens, saved, sent in run(traffic, 3, dtype):
-        keys = 2 * tokens * kv_heads * HEAD_DIM
-        assert saved == 2 * tokens * heads * HEAD_DIM + keys + tokens * heads  # q, out; k, v; log-sum-exp
-        assert sent == [(keys, getattr(torch, dtype))] * 2 + [(keys, sums)]
+    for rank, (tokens, saved, events) in enumerate(run(traffic, 3, dtype)):
+        numbers = 2 * tokens * kv_heads * HEAD_DIM
+        assert saved == 2 * tokens * heads * HEAD_DIM + numbers + tokens * heads  # q, out; k, v; log-sum-exp
+        sends = [sorted(event) for event in events if isinstance(event, list)]
+        others = [index for index in range(3) if index != rank]
+        own = [(index, numbers, getattr(torch, dtype)) for index in others]
+        assert sends == [own, own, [(index, numbers, sums) for index in others]]
+        waits = [place for place, event in enumerate(events) if event == "wait"]
+        assert len(waits) == 3 and all(events[place - 1] == "kernel" for place in waits)
 
 
 @pytest.mark.parametrize("cp", [2, 4])

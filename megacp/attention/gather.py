@@ -3,7 +3,8 @@
 As in the context parallelism of Llama 3 (Grattafiori et al. 2024), for the memory of all keys and values of one layer:
 they are fetched again in backward, not kept in between, so that a deep model holds them once. Unlike there a rank sets
 out with its own keys, about 1/size of the work, while the others' are on their way; gradients travel home likewise.
-They are summed over ranks in fp32 (fp64).
+They are summed over ranks in fp32 (fp64), as results over own and other keys are; on a GPU each comes out of its kernel
+in the dtype of the queries.
 
 Legend: S tokens of all other ranks, T of this one, N query heads, K key/value heads, D head width. Keys and values
 travel together as [2, K, T, D], by heads.
@@ -11,7 +12,7 @@ travel together as [2, K, T, D], by heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,10 +23,10 @@ from megacp.attention import kernels
 from megacp.attention.kernels import Gradients, attend, rows_of, statistics_dtype, together
 from megacp.attention.order import Order, check_pack, in_order, zigzag
 from megacp.attention.partial import attend_further
-from megacp.attention.ring import Pack, block, own_block
+from megacp.attention.ring import Pack, block, own_block, without_idle_limits
 from megacp.attention.spans import Mask, Span, Spans, self_spans, span
 from megacp.batch import PackedSeqParams
-from megacp.collectives import Exchange
+from megacp.collectives import Exchange, start_gather_of_others
 from megacp.config import ModelConfig
 from megacp.grid import Group
 
@@ -39,11 +40,14 @@ class Piece(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank's queries see: of `own` keys, in all and in two parts of about equal work, and of the others'."""
+    """What a rank's queries see: of `own` keys, in all and in two parts of about equal work, and of the others'.
+
+    In backward one part is computed while keys are fetched, the other while gradients are sent.
+    """
 
     own: tuple[Spans, ...]
-    early: tuple[Spans, ...]
-    late: tuple[Spans, ...]
+    at_fetch: tuple[Spans, ...]
+    at_send: tuple[Spans, ...]
     others: tuple[Spans, ...]
 
 
@@ -51,13 +55,17 @@ def _bands(queries: Piece, keys: list[Piece], limit: int, mask: Mask) -> list[Sp
     """What `queries` see of each piece of the keys before position `limit`; pieces they see whole are one with the next
     if that one lies behind it."""
     found: list[Span | None] = []
+    place, last = 0, None
     for piece in keys:
         length = min(max(limit - piece.position, 0), piece.length)
         band = span(queries.row, queries.length, queries.position, piece.row, length, piece.position, mask)
-        last = found[-1] if found else None
-        if band and last and _is_whole(band, queries) and _is_whole(last, queries) and last.k + last.k_length == band.k:
-            found[-1], band = None, last._replace(k_length=last.k_length + band.k_length)
         found.append(band)
+        if not band:
+            continue
+        if last and _is_whole(band, queries) and _is_whole(last, queries) and last.k + last.k_length == band.k:
+            band = last._replace(k_length=last.k_length + band.k_length)
+            found[place], found[-1] = None, band
+        place, last = len(found) - 1, band
     return found
 
 
@@ -127,45 +135,39 @@ def _cuts(pack: Pack) -> Iterator[_Cut]:
 @lru_cache(maxsize=32)
 def seen(pack: Pack, rank: int, mask: Mask) -> Seen:
     """What `rank` sees of a pack."""
-    near, far, others = [], [], []
+    first, second, across, others = [], [], [], []
     for cut in _cuts(pack):
         halves, limit = cut.halves(rank), cut.limit(mask)
-        own = [_bands(queries, [keys], limit, mask)[0] for queries in halves for keys in halves]
-        near += [[own[0]], [own[3]]]
-        far.append(own[1:3])
-        first, second = (_bands(queries, cut.others(rank), limit, mask) for queries in halves)
-        others.append(_in_common(first, second, halves) or first + second)
+        own = [_bands(queries, [keys], limit, mask) for queries in halves for keys in halves]
+        first.append(own[0])
+        across.append(own[1] + own[2])
+        second.append(own[3])
+        early, late = (_bands(queries, cut.others(rank), limit, mask) for queries in halves)
+        others.append(_in_common(early, late, halves) or early + late)
     if not mask.windowed:
-        early, late = own_block(pack, rank, mask)
-        return Seen((block(pack, rank, 0, mask),), (early,), (late,), _by_pieces(others))
-    early, late = _by_pieces(far), _by_pieces(near)
+        parts = own_block(pack, rank, mask)
+        return Seen((block(pack, rank, 0, mask),), parts[:1], parts[1:], _by_pieces(others))
+    both = [half for halves in zip(first, second, strict=True) for half in halves]
     # With padding at hand only, own queries may see no own key.
-    return Seen((*late, *early) or (Spans(()),), early, late, _by_pieces(others))
+    own = (*_by_pieces(both), *_by_pieces(across)) or (Spans(()),)
+    return Seen(own, (*_by_pieces(first), *_by_pieces(across)), _by_pieces(second), _by_pieces(others))
 
 
-def _trade(exchange: Exchange, sends: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """Post a tensor to every other rank, by rank; returns [ranks - 1, *shape], what will have come from them."""
-    received = sends[0].new_empty(len(sends), *shape)
-    others = [index for index in range(exchange.group.size) if index != exchange.group.rank]
-    exchange.start(list(zip(sends, others, strict=True)), list(zip(received, others, strict=True)))
-    return received
-
-
-def _keys_and_values(received: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-    """[ranks - 1, 2, K, T, D] -> k and v [S, K, D] in the order of the pack."""
-    keys, values = in_order(received.flatten(1, 2), order.by_pack).chunk(2, dim=1)
+def _keys_and_values(received: Tensor, order: Order, cp: Group) -> tuple[Tensor, Tensor]:
+    """[ranks, 2, K, T, D], with nothing of this rank -> k and v [S, K, D] of the others in the order of the pack."""
+    keys, values = in_order(received.flatten(1, 2), order.by_pack, without=cp.rank).chunk(2, dim=1)
     return keys, values
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Seen, order: Order, cp: Group, scale: float) -> Tensor:
-        own, exchange, done = together(k, v), Exchange(cp), None
-        received = _trade(exchange, [own] * (cp.size - 1), own.shape)
+        own, done = together(k, v), None
+        received, fetch = start_gather_of_others(own, cp)
         for spans in plan.own:
             done = attend_further(done, q, *rows_of(own), spans, scale)
-        exchange.wait()
-        keys, values = _keys_and_values(received, order)
+        fetch.wait()
+        keys, values = _keys_and_values(received, order, cp)
         del received
         for spans in plan.others:
             done = attend_further(done, q, keys, values, spans, scale)
@@ -187,8 +189,7 @@ def _backward(
     dout: Tensor, q: Tensor, own: Tensor, out: Tensor, lse: Tensor, plan: Seen, order: Order, cp: Group, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients in fp32 (fp64). A half of the own keys' hides what is fetched, the other one what is sent home."""
-    exchange = Exchange(cp)
-    received = _trade(exchange, [own] * (cp.size - 1), own.shape)
+    received, fetch = start_gather_of_others(own, cp)
     dtype, (k, v) = statistics_dtype(q.dtype), rows_of(own)
     dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(len(k), 2 * k.shape[1], k.shape[2], dtype=dtype)
 
@@ -196,19 +197,21 @@ def _backward(
         for spans in parts:
             kernels.backward(dout, q, keys, values, out, lse, spans, scale, Gradients(dq, *dkv.chunk(2, dim=1)))
 
-    add(plan.early, k, v, home)
-    exchange.wait()
-    keys, values = _keys_and_values(received, order)
+    add(plan.at_fetch, k, v, home)
+    fetch.wait()
+    keys, values = _keys_and_values(received, order, cp)
     del received
     shares = home.new_zeros(len(keys), *home.shape[1:])
     add(plan.others, keys, values, shares)
     del keys, values
-    sent = shares.index_select(0, order.by_rank)
+    sent = shares.index_select(0, order.by_rank).unflatten(0, (cp.size - 1, -1))
     del shares
-    received = _trade(exchange, sent.chunk(cp.size - 1), home.shape)
-    add(plan.late, k, v, home)
+    returned, exchange = torch.empty_like(sent), Exchange(cp)
+    others = [index for index in range(cp.size) if index != cp.rank]
+    exchange.start(list(zip(sent, others, strict=True)), list(zip(returned, others, strict=True)))
+    add(plan.at_send, k, v, home)
     exchange.wait()
-    for share in received:
+    for share in returned:
         home += share
     dk, dv = home.chunk(2, dim=1)
     return dq, dk, dv
@@ -228,5 +231,6 @@ class GatherAttention(torch.nn.Module):
         if cp.size == 1 or not len(q):
             return attend(q, k, v, self_spans(*lengths, self.mask), self.scale)
         order = zigzag(packed.padded_lengths, cp.size, q.device, without=cp.rank)
-        plan = seen(Pack(*lengths, cp.size), cp.rank, self.mask)
+        mask = without_idle_limits(self.mask, max(packed.padded_lengths))
+        plan = seen(Pack(*lengths, cp.size), cp.rank, mask)
         return _Gather.apply(q, k, v, plan, order, cp, self.scale)

@@ -142,6 +142,11 @@ def _stretches(x: Tensor, count: int, start: int, length: int, step: int) -> Ten
     return x.as_strided(size, stride, x.storage_offset() + start * row)
 
 
+def query_rows(run: Run, x: Tensor) -> Tensor:
+    """[count, q_length, ..] view of the run's rows of x [T, ..]."""
+    return _stretches(x, run.count, run.q, run.q_length, run.q_step)
+
+
 def _of_heads(x: Tensor, count: int, start: int, length: int, step: int) -> Tensor:
     """[count, n, length, ..] view of `count` stretches of rows of x [T, n, ..]: what the CPU kernels take."""
     row, head, *within = x.stride()
@@ -209,8 +214,7 @@ def join_on_cpu_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, span
     first, further = spans.passes
     for run in (*first, *further):
         if run.k_length:
-            place = (run.count, run.q, run.q_length, run.q_step)
-            merge_(_stretches(out, *place), _stretches(lse, *place), *_cpu_run(q, k, v, run, scale))
+            merge_(query_rows(run, out), query_rows(run, lse), *_cpu_run(q, k, v, run, scale))
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
@@ -220,7 +224,7 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor:
 
 def _put_into_queries(run: Run, total: Tensor, share: Tensor, write: bool) -> None:
     """Write [count, q_length, ..] over the queries of a run, or add it."""
-    rows = _stretches(total, run.count, run.q, run.q_length, run.q_step)
+    rows = query_rows(run, total)
     rows.copy_(share) if write else rows.add_(share)
 
 

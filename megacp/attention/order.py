@@ -60,14 +60,18 @@ def zigzag(padded_lengths: tuple[int, ...], size: int, device: torch.device, wit
     return Order(ranges(rank_starts, rank_lengths, total), ranges(pack_starts, pack_lengths, total))
 
 
-def in_order(received: Tensor, rows: Tensor) -> Tensor:
+def in_order(received: Tensor, rows: Tensor, without: int | None = None) -> Tensor:
     """Rows `rows` (int32 [S], counted from rank to rank) of [P, n, T, D], what P ranks sent by heads -> [S, n, D].
 
-    By heads too: each head's rows lie in one piece of memory, which is how kernels read fastest.
+    By heads too: each head's rows lie in one piece of memory, which is how kernels read keys fastest. `rows` does not
+    count rank `without`.
     """
     _, heads, length, width = received.shape
+    ranks = rows.long() // length
     # Between a rank's rows and the next one's lie those of its other heads.
-    places = rows + (rows // length) * ((heads - 1) * length)
+    places = rows + ranks * ((heads - 1) * length)
+    if without is not None:
+        places += (ranks >= without) * (heads * length)
     flat, out = received.view(-1, width), received.new_empty(heads, len(rows), width)
     for head in range(heads):
         torch.index_select(flat[head * length :], 0, places, out=out[head])

@@ -35,6 +35,10 @@ def attend_further(done: Partial | None, q: Tensor, k: Tensor, v: Tensor, spans:
 
 def join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, spans: Spans) -> None:
     """Join a result [rows, N, D] and its log-sum-exp [rows, N] into out [T, N, D] and lse [T, N], in place."""
+    if not spans.queries.is_block and len(spans.runs) == 1:
+        rows, rows_lse = (kernels.query_rows(spans.runs[0], x) for x in (out, lse))
+        kernels.merge_(rows, rows_lse, part.unflatten(0, rows.shape[:2]), part_lse.unflatten(0, rows.shape[:2]))
+        return
     rows, rows_lse = spans.queries.of(out, lse)
     kernels.merge_(rows, rows_lse, part, part_lse)
     # Of a block they are views.

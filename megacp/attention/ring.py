@@ -162,7 +162,7 @@ def _backward(
     k, v = rows_of(kv)
     dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(2, *k.shape, dtype=dtype)
     share, arriving = home, home
-    own, exchange = own_block(pack, group.rank, mask), Exchange(group)
+    halves, exchange = own_block(pack, group.rank, mask), Exchange(group)
     for number in range(group.size + 1):
         pairs, incoming = [], home
         if number < group.size - 1:
@@ -173,7 +173,7 @@ def _backward(
             pairs.append((share, arriving))
         _shift(exchange, *pairs)
         if number in (0, group.size):
-            keys, values, spans, total = k, v, own[number > 0], home
+            keys, values, spans, total = k, v, halves[number > 0], home
         else:
             keys, values = rows_of(kv)
             spans, total = block(pack, group.rank, number, mask), torch.zeros_like(home)
@@ -186,7 +186,7 @@ def _backward(
     return dq, home[0], home[1]
 
 
-def _without_idle_limits(mask: Mask, longest: int) -> Mask:
+def without_idle_limits(mask: Mask, longest: int) -> Mask:
     """The same mask for sequences of at most `longest` tokens: a window that holds them all is none."""
     left, right = (None if limit is None or limit >= longest - 1 else limit for limit in mask)
     return Mask(left, right)
@@ -210,7 +210,7 @@ def ring_attention(
     check_pack(padded_lengths, group.size, q, k)
     if group.size == 1 or not len(q):
         return attend(q, k, v, self_spans(lengths, padded_lengths, mask), scale)
-    mask = _without_idle_limits(mask, max(padded_lengths))
+    mask = without_idle_limits(mask, max(padded_lengths))
     if mask.windowed:
         return halo_attention(q, k, v, lengths, padded_lengths, group, mask, scale)
     return _Ring.apply(q, k, v, Pack(lengths, padded_lengths, group.size), group, mask, scale)

@@ -75,8 +75,9 @@ from tools.attention_errors import sample_of
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("4096", "16384", "packs", "memory")
 TYPES = ("p2p", "all_gather", "a2a")
-# Most time over that of the kernels alone, and least share of the ideal in packs.
+# What a type computes: whose kernels its time is compared with.
 KERNELS = {"p2p": "p2p", "all_gather": "p2p", "a2a": "a2a"}
+# Most time over that of the kernels alone, and least share of the ideal in packs.
 MOST = {"p2p": 1.10, "all_gather": 1.15, "a2a": 1.10}
 LEAST = 0.9
 HEADS, WIDTH, TOKENS = 8, 64, 16384
