@@ -1,12 +1,13 @@
 """What context parallelism costs in attention, forward and backward: fp32, causal, 8 heads of 64.
 
     python tools/bench/attention.py                          everything
-    python tools/bench/attention.py 4096 memory --turns 7    some parts
+    python tools/bench/attention.py 4096 memory --turns 4    some parts
 
 4096, 16384: one sequence of that many tokens. Each type runs at cp 2, on two processes of one thread that talk gloo.
 Contenders take turns, a forward and backward each behind a barrier, and seconds are those of the slower process.
-Reported is the fastest turn of each: whatever else a machine does adds time, to one turn more than to another. The
-types are compared with
+Of each launch of the processes the fastest turn of each counts: whatever else a machine does adds time, to one turn
+more than to another. Reported are medians over launches, since where their memory happens to lie makes up to a tenth,
+of seconds and of ratios within a launch. The types are compared with
 
   kernels   PyTorch's flash kernels for CPU, called by hand on the blocks of queries and keys that the type gives a
             rank, forward and backward, in both processes at once, and nothing else: no communication, nothing merged,
@@ -92,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--turns", type=int, default=7, help="turns of each contender that count")
+    parser.add_argument("--launches", type=int, default=5, help="launches of all processes")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -103,41 +105,56 @@ def main() -> None:
         if part == "memory":
             memory()
         elif part == "packs":
-            packs(options.turns)
+            packs(options.turns, options.launches)
         else:
-            sequence(int(part), options.turns)
+            sequence(int(part), options.turns, options.launches)
 
 
 # --- the reports
 
 
-def sequence(length: int, turns: int) -> None:
-    ranks, alone = Workers("steps", 2, 1, lengths=[length]), Workers("sdpa", 1, 2, lengths=[length])
-    refusal = ranks.answers[0]["refusal"]
+def sequence(length: int, turns: int, launches: int) -> None:
+    found = []
+    for _ in range(launches):
+        ranks, alone = Workers("steps", 2, 1, lengths=[length]), Workers("sdpa", 1, 2, lengths=[length])
+        names = [name for name in ranks.answers[0]["steps"] if name != "sequences"]
+        found.append(take_turns({**dict.fromkeys(names, ranks), "sdpa": alone}, turns))
+        refusal = ranks.answers[0]["refusal"]
     print(f"{length} tokens, {HEADS} heads of {WIDTH}; torch's context_parallel() on CPU: {refusal or 'runs'}")
-    names = [name for name in ranks.answers[0]["steps"] if name != "sequences"]
-    seconds = take_turns({**dict.fromkeys(names, ranks), "sdpa": alone}, turns)
     print(f"{'':18} {'seconds':>8} {'/ kernels':>10} {'/ sdpa':>8}")
-    for name, time_taken in seconds.items():
-        over = f"{time_taken / seconds[f'{KERNELS[name]} kernels']:.3f}" if name in TYPES else ""
+    for name in found[0]:
+        over = f"{ratio(found, name, f'{KERNELS[name]} kernels'):.3f}" if name in TYPES else ""
         target = f"  at most {MOST[name]:.2f} of its kernels" if name in TYPES else ""
-        print(f"{name:18} {time_taken:8.3f} {over:>10} {time_taken / seconds['sdpa']:8.3f}{target}")
-    peer = min(taken for name, taken in seconds.items() if name.startswith("torch"))
+        print(f"{name:18} {middle(found, name):8.3f} {over:>10} {ratio(found, name, 'sdpa'):8.3f}{target}")
+    peers = [name for name in found[0] if name.startswith("torch")]
     for name in TYPES:
-        print(f"torch.distributed's takes {peer / seconds[name]:.3f} times as long as {name}: target above 1")
+        slower = min(ratio(found, peer, name) for peer in peers)
+        print(f"torch.distributed's takes {slower:.3f} times as long as {name}: target above 1")
 
 
-def packs(turns: int) -> None:
+def packs(turns: int, launches: int) -> None:
     for lengths in (long_tailed(TOKENS), short(TOKENS)):
-        ranks = Workers("steps", 2, 1, lengths=lengths)
+        found = []
+        for _ in range(launches):
+            ranks = Workers("steps", 2, 1, lengths=lengths)
+            found.append(take_turns(dict.fromkeys([*TYPES, "sequences"], ranks), turns))
         print(
-            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {sum(lengths)} tokens, {HEADS} heads of 64"
+            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}, {TOKENS} tokens, {HEADS} heads of {WIDTH}"
         )
-        seconds = take_turns(dict.fromkeys([*TYPES, "sequences"], ranks), turns)
         print(f"{'':18} {'seconds':>8} {'of ideal':>10}")
-        for name, time_taken in seconds.items():
-            share = f"{seconds['sequences'] / time_taken / 2:10.3f}  at least {LEAST}" if name in TYPES else ""
-            print(f"{name:18} {time_taken:8.3f} {share}")
+        for name in found[0]:
+            share = f"{ratio(found, 'sequences', name) / 2:10.3f}  at least {LEAST}" if name in TYPES else ""
+            print(f"{name:18} {middle(found, name):8.3f} {share}")
+
+
+def middle(found: list[dict[str, float]], name: str) -> float:
+    """Median over launches."""
+    return statistics.median(seconds[name] for seconds in found)
+
+
+def ratio(found: list[dict[str, float]], name: str, other: str) -> float:
+    """Median over launches of how many times as long as the other one takes."""
+    return statistics.median(seconds[name] / seconds[other] for seconds in found)
 
 
 def memory() -> None:
