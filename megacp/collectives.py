@@ -20,8 +20,8 @@ from torch import Tensor
 from megacp import same_host
 from megacp.grid import Group
 
-# From so many bytes on a tensor is read rather than sent: to say where it lies and that it has been read takes gloo two
-# messages and 0.2 ms, in which it sends about as much.
+# From so many bytes on a tensor is read rather than sent. An estimate: to say where it lies and that it has been read
+# takes gloo two messages and 0.2 ms, in which it sends about as much.
 LEAST_READ = 2**18
 # What passes between two ranks is matched by tag: tensors have 0.
 WHERE, DONE = 1, 2

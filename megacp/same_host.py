@@ -1,7 +1,7 @@
 """Reading the memory of other processes of the same host: one copy instead of a way through sockets.
 
-gloo talks TCP between all processes, also where they share a memory; a message then costs four times as much as this,
-in processor time too. MPI libraries do the same and call it cross-memory attach. Linux only, and only where the kernel
+gloo talks TCP between all processes, also where they share a memory; a large message then takes four times as long
+as this. MPI libraries do the same and call it cross-memory attach. Linux only, and only where the kernel
 allows it: a container may not. Who can read whom is tried out once, at the start, and gloo does the rest.
 """
 

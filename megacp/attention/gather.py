@@ -207,7 +207,7 @@ def _backward(
     sent = shares.index_select(0, order.by_rank).unflatten(0, (cp.size - 1, -1))
     del shares
     returned, exchange = torch.empty_like(sent), Exchange(cp)
-    others = [index for index in range(cp.size) if index != cp.rank]
+    others = [index for index in range(cp.size) if index != cp.rank]  # as `by_rank` has put them
     exchange.start(list(zip(sent, others, strict=True)), list(zip(returned, others, strict=True)))
     add(plan.at_send, k, v, home)
     exchange.wait()
