@@ -54,7 +54,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     bands = gathered.chunk(group.size)
     bands[group.rank].copy_(sent)
     if group.pids:
-        _trade([sent] * group.size, bands, group)
+        _start_gather(sent, bands, group).wait()
     else:
         for work in start_gather(gathered, group):
             if work is not None:
@@ -62,25 +62,14 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return gathered.to(tensor.device)
 
 
-def all_to_all(tensor: Tensor, group: Group) -> Tensor:
-    """Block i of [size, ...] goes to rank i -> [size, ...], block i came from rank i."""
-    if group.size == 1:
-        return tensor
-    sent = _outgoing(tensor.contiguous(), group)
-    received = torch.empty_like(sent)
-    if group.pids:
-        received[group.rank].copy_(sent[group.rank])
-        _trade(sent.unbind(), received.unbind(), group)
-    else:
-        dist.all_to_all_single(received, sent, group=group.process_group)
-    return received.to(tensor.device)
+def start_trade(sent: Tensor, group: Group) -> tuple[Tensor, Exchange]:
+    """Block i of [size - 1, ...], contiguous, goes to the i-th of `others_of`, the like of it comes from there.
 
-
-def _trade(sent: Sequence[Tensor], received: Sequence[Tensor], group: Group) -> None:
-    """One tensor to and one from each other rank."""
-    exchange, others = Exchange(group), others_of(group)
-    exchange.start([(sent[index], index) for index in others], [(received[index], index) for index in others])
-    exchange.wait()
+    It has come, and `sent` may change, once the second has been waited for.
+    """
+    received, exchange, others = torch.empty_like(sent), Exchange(group), others_of(group)
+    exchange.start(list(zip(sent, others, strict=True)), list(zip(received, others, strict=True)))
+    return received, exchange
 
 
 def start_gather_of_others(tensor: Tensor, group: Group) -> tuple[Tensor, Exchange | dist.Work]:
@@ -90,9 +79,14 @@ def start_gather_of_others(tensor: Tensor, group: Group) -> tuple[Tensor, Exchan
         work = _all_gather(gathered, tensor, group=group.process_group, async_op=True)
         assert work is not None
         return gathered, work
+    return gathered, _start_gather(tensor, gathered, group)
+
+
+def _start_gather(tensor: Tensor, places: Sequence[Tensor] | Tensor, group: Group) -> Exchange:
+    """`tensor` to each other rank; that of rank i into places[i]."""
     exchange, others = Exchange(group), others_of(group)
-    exchange.start([(tensor, index) for index in others], [(gathered[index], index) for index in others])
-    return gathered, exchange
+    exchange.start([(tensor, index) for index in others], [(places[index], index) for index in others])
+    return exchange
 
 
 def others_of(group: Group) -> list[int]:

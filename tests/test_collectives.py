@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.collectives import Exchange, all_gather, all_to_all, reduce_scatter, start_gather_of_others
+from megacp.collectives import Exchange, all_gather, others_of, reduce_scatter, start_gather_of_others, start_trade
 from megacp.grid import Group
 from megacp.same_host import find_readable
 from tests.packs import needs_reading, reading_from
@@ -29,19 +29,28 @@ def every_collective(by_reading: bool) -> tuple[list, list, list, list]:
     group = world(by_reading)
     assert bool(group.pids) == by_reading
     with reading_from(0):
-        dealt = [all_to_all(own(group, dtype), group)[:, 0].tolist() for dtype in (torch.float32, torch.bfloat16)]
+        dealt = [traded(own(group, dtype), group) for dtype in (torch.float32, torch.bfloat16)]
         assert dealt[0] == dealt[1]
-        # Columns, not rows: what is sent must not depend on how the tensor lies in memory.
-        turned = all_to_all(own(group).t().contiguous().t(), group)
         sums = reduce_scatter(own(group), group)
-        return dealt[0], turned[:, 1].tolist(), all_gather(own(group)[:1], group)[:, 0].tolist(), sums[0].tolist()
+        # Columns, not rows: what is sent must not depend on how the tensor lies in memory.
+        turned = all_gather(own(group).t().contiguous().t(), group)
+        return dealt[0], turned.flatten().tolist(), all_gather(own(group)[:1], group)[:, 0].tolist(), sums[0].tolist()
+
+
+def traded(blocks: torch.Tensor, group: Group) -> list[float]:
+    """First number of what came from each rank, its own block at its own place."""
+    others = others_of(group)
+    received, trade = start_trade(blocks[others], group)
+    trade.wait()
+    blocks[others] = received
+    return blocks[:, 0].tolist()
 
 
 @pytest.mark.parametrize("by_reading", [False, pytest.param(True, marks=needs_reading)])
 def test_collectives(by_reading: bool) -> None:
     for rank, (dealt, turned, gathered, sums) in enumerate(run(every_collective, 3, by_reading)):
         assert dealt == [10 * source + rank for source in range(3)]
-        assert turned == [-10 * source - rank for source in range(3)]
+        assert turned == [sign * (10 * source + i) for source in range(3) for i in range(3) for sign in (1, -1)]
         assert gathered == [0, 10, 20]
         assert sums == [30 + 3 * rank, -30 - 3 * rank]
 
@@ -167,5 +176,5 @@ def test_gather_of_others(by_reading: bool) -> None:
 
 def test_alone_nothing_is_sent() -> None:
     alone, tensor = Group((0,), 0), torch.ones(3, 2)
-    assert all_to_all(tensor, alone) is tensor and all_gather(tensor, alone) is tensor
+    assert all_gather(tensor, alone) is tensor
     assert reduce_scatter(tensor, alone) is tensor

@@ -132,9 +132,12 @@ def check(spans: Spans, dtype: torch.dtype, device: str) -> None:
         got = kernels.backward(dout, q, k, v, out, lse, spans, 0.3)
         into = Gradients(*(torch.ones(x.shape, dtype=part_lse.dtype, device=device) for x in (q, k, v)))
         assert kernels.backward(dout, q, k, v, out, lse, spans, 0.3, into) is into
-        for mine, added, exact in zip(got, into, grads, strict=True):
+        wide = kernels.backward(dout, q, k, v, out, lse, spans, 0.3, dtype=torch.float64)
+        for mine, added, precise, exact in zip(got, into, wide, grads, strict=True):
             assert mine.dtype == dtype and near(mine.cpu(), exact, bound)
             assert near(added.cpu() - 1, exact, bound)
+            # Rounded once, at the end.
+            assert precise.dtype == torch.float64 and torch.equal(precise.to(dtype), mine)
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(200, 0), Mask(70, None)], ids=str)
@@ -361,7 +364,8 @@ def test_cuda_arguments(spans: Spans, spare: int, monkeypatch: pytest.MonkeyPatc
         got = kernels._cuda_backward(*arguments, into)
         assert into is None or got is into
         for mine, correct in zip(got, exact, strict=True):
-            assert mine.dtype == (torch.bfloat16 if into is None else torch.float32) and near(mine, correct, 1e-2)
+            assert into is None or mine.dtype == torch.float32
+            assert near(mine, correct, 1e-2)
 
 
 def test_cuda_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megacp.attention import kernels
 from megacp.attention.kernels import Gradients, attend, rows_of, statistics_dtype, together
-from megacp.attention.order import Order, check_pack, in_order, zigzag
+from megacp.attention.order import Order, by_ranks, check_pack, in_order, zigzag
 from megacp.attention.partial import attend_further
 from megacp.attention.ring import Pack, block, own_block, without_idle_limits
 from megacp.attention.spans import Mask, Span, Spans, self_spans, span
@@ -150,12 +150,13 @@ def seen(pack: Pack, rank: int, mask: Mask) -> Seen:
     both = [half for halves in zip(first, second, strict=True) for half in halves]
     # With padding at hand only, own queries may see no own key.
     own = (*_by_pieces(both), *_by_pieces(across)) or (Spans(()),)
-    return Seen(own, (*_by_pieces(first), *_by_pieces(across)), _by_pieces(second), _by_pieces(others))
+    at_fetch = (*_by_pieces(first), *_by_pieces(across)) or (Spans(()),)
+    return Seen(own, at_fetch, _by_pieces(second), _by_pieces(others))
 
 
 def _keys_and_values(received: Tensor, order: Order, cp: Group) -> tuple[Tensor, Tensor]:
     """[ranks, 2, K, T, D], with nothing of this rank -> k and v [S, K, D] of the others in the order of the pack."""
-    keys, values = in_order(received.flatten(1, 2), order.by_pack, without=cp.rank).chunk(2, dim=1)
+    keys, values = in_order(received.flatten(1, 2), order, without=cp.rank).chunk(2, dim=1)
     return keys, values
 
 
@@ -187,34 +188,35 @@ class _Gather(torch.autograd.Function):
 
 def _backward(
     dout: Tensor, q: Tensor, own: Tensor, out: Tensor, lse: Tensor, plan: Seen, order: Order, cp: Group, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in fp32 (fp64). A half of the own keys' hides what is fetched, the other one what is sent home."""
+) -> Gradients:
+    """In fp32 (fp64). A half of the own keys' hides what is fetched, the other one what is sent home."""
     received, fetch = start_gather_of_others(own, cp)
-    dtype, (k, v) = statistics_dtype(q.dtype), rows_of(own)
-    dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(len(k), 2 * k.shape[1], k.shape[2], dtype=dtype)
+    dtype, kv = statistics_dtype(q.dtype), rows_of(own)
 
-    def add(parts: tuple[Spans, ...], keys: Tensor, values: Tensor, dkv: Tensor) -> None:
+    def add(parts: tuple[Spans, ...], k: Tensor, v: Tensor, into: Gradients | None) -> Gradients:
         for spans in parts:
-            kernels.backward(dout, q, keys, values, out, lse, spans, scale, Gradients(dq, *dkv.chunk(2, dim=1)))
+            into = kernels.backward(dout, q, k, v, out, lse, spans, scale, into, dtype)
+        assert into is not None
+        return into
 
-    add(plan.at_fetch, k, v, home)
+    home = add(plan.at_fetch, *kv, None)
     fetch.wait()
     keys, values = _keys_and_values(received, order, cp)
     del received
-    shares = home.new_zeros(len(keys), *home.shape[1:])
-    add(plan.others, keys, values, shares)
+    shares = q.new_zeros(len(keys), 2 * keys.shape[1], keys.shape[2], dtype=dtype)
+    add(plan.others, keys, values, Gradients(home.q, *shares.chunk(2, dim=1)))
     del keys, values
-    sent = shares.index_select(0, order.by_rank).unflatten(0, (cp.size - 1, -1))
+    sent = by_ranks(shares, order, cp.size - 1)
     del shares
     returned, exchange = torch.empty_like(sent), Exchange(cp)
     others = [index for index in range(cp.size) if index != cp.rank]  # as `by_rank` has put them
     exchange.start(list(zip(sent, others, strict=True)), list(zip(returned, others, strict=True)))
-    add(plan.at_send, k, v, home)
+    add(plan.at_send, *kv, home)
     exchange.wait()
     for share in returned:
-        home += share
-    dk, dv = home.chunk(2, dim=1)
-    return dq, dk, dv
+        for total, part in zip((home.k, home.v), share.chunk(2, dim=1), strict=True):
+            total += part
+    return home
 
 
 class GatherAttention(torch.nn.Module):

@@ -69,17 +69,21 @@ def backward(
     spans: Spans,
     scale: float,
     into: Gradients | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Gradients:
     """Gradients of q, k, v through the attention of `spans`, from the *final* out [T, N, D] and log-sum-exp [N, T].
 
     Where a query has keys elsewhere too, the final statistics make this the exact share of the keys at hand
-    (FlashAttention-2, Dao 2023). It is added to `into` if given, in its dtype; else rows outside the spans are 0.
+    (FlashAttention-2, Dao 2023). It is added to `into` if given, in its dtype; else rows outside the spans are 0, and
+    the gradients of `dtype`, or that of the queries.
     """
+    dtype = dtype or q.dtype
     if not any(spans.k_lengths):
-        return into or Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)))
+        return into or Gradients(*(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)))
     q, k, v, dout = _readable(q), _readable(k), _readable(v), dout.contiguous()
     compute = _cuda_backward if q.is_cuda else _cpu_backward
-    return compute(dout, q, k, v, out, lse.t(), spans, scale, into)
+    total = compute(dout, q, k, v, out, lse.t(), spans, scale, into)
+    return total if total is into else Gradients(*(x.to(dtype) for x in total))
 
 
 class _Attend(torch.autograd.Function):
@@ -253,8 +257,7 @@ def _cpu_backward(
     scale: float,
     into: Gradients | None,
 ) -> Gradients:
-    given, dtype = into, q.dtype
-    dout, q, k, v, out = (x.to(statistics_dtype(dtype)) for x in (dout, q, k, v, out))
+    dout, q, k, v, out = (x.to(statistics_dtype(q.dtype)) for x in (dout, q, k, v, out))
     # Rows that the first runs meet once each are written by them, not added to.
     written = into is None and spans.tile(len(q), len(k))
     for at_first, runs in zip((True, False), spans.passes, strict=True):
@@ -272,7 +275,7 @@ def _cpu_backward(
             _put_into_keys(run, into.k, dk, write)
             _put_into_keys(run, into.v, dv, write)
     assert into is not None
-    return into if into is given else Gradients(*(total.to(dtype) for total in into))
+    return into
 
 
 def _cuda_arguments(q: Tensor, spans: Spans, window: Mask) -> tuple[tuple[Any, ...], dict[str, int]]:
@@ -345,4 +348,4 @@ def _cuda_backward(
         for rows, x, share in zip((queries, keys, keys), total, shares, strict=True):
             rows.add_(x, share)
     assert total is not None
-    return total if total is into else Gradients(*(x.to(q.dtype) for x in total))
+    return total

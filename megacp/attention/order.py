@@ -60,22 +60,28 @@ def zigzag(padded_lengths: tuple[int, ...], size: int, device: torch.device, wit
     return Order(ranges(rank_starts, rank_lengths, total), ranges(pack_starts, pack_lengths, total))
 
 
-def in_order(received: Tensor, rows: Tensor, without: int | None = None) -> Tensor:
-    """Rows `rows` (int32 [S], counted from rank to rank) of [P, n, T, D], what P ranks sent by heads -> [S, n, D].
+def in_order(received: Tensor, order: Order, without: int) -> Tensor:
+    """[P, n, T, D], what P ranks hold by heads -> [S, n, D] in the order of the pack, without rank `without`.
 
-    By heads too: each head's rows lie in one piece of memory, which is how kernels read keys fastest. `rows` does not
-    count rank `without`.
+    By heads too: each head's rows lie in one piece of memory, which is how kernels read keys fastest.
     """
-    _, heads, length, width = received.shape
-    ranks = rows.long() // length
-    # Between a rank's rows and the next one's lie those of its other heads.
-    places = rows + ranks * ((heads - 1) * length)
-    if without is not None:
-        places += (ranks >= without) * (heads * length)
-    flat, out = received.view(-1, width), received.new_empty(heads, len(rows), width)
+    ranks, heads, length, width = received.shape
+    if ranks == 2:
+        return received[1 - without].transpose(0, 1)  # the rows of a single rank are in order
+    source = order.by_pack.long() // length
+    # Between a rank's rows and the next one's lie those of its other heads; `order` does not count rank `without`.
+    places = order.by_pack + source * ((heads - 1) * length) + (source >= without) * (heads * length)
+    flat, out = received.view(-1, width), received.new_empty(heads, len(places), width)
     for head in range(heads):
         torch.index_select(flat[head * length :], 0, places, out=out[head])
     return out.transpose(0, 1)
+
+
+def by_ranks(rows: Tensor, order: Order, ranks: int) -> Tensor:
+    """[S, ...] in the order of the pack -> [ranks, T, ...]."""
+    if ranks > 1:
+        rows = rows.index_select(0, order.by_rank)
+    return rows.unflatten(0, (ranks, -1))
 
 
 def _before(lengths: Tensor) -> Tensor:

@@ -99,9 +99,12 @@ def block(pack: Pack, rank: int, number: int, mask: Mask) -> Spans:
 
 @lru_cache(maxsize=32)
 def own_block(pack: Pack, rank: int, mask: Mask) -> tuple[Spans, Spans]:
-    """Step 0 in two parts of equal work, so that both ends of the backward ring have something to hide behind."""
+    """Step 0 in two parts of equal work, so that both ends of the backward ring have something to hide behind.
+
+    Under a causal mask the first has each query and each key once, and sets the gradients that others are added to.
+    """
     if mask.right == 0:
-        return pack.spans((SECOND, FIRST)), pack.spans((FIRST, FIRST), (SECOND, SECOND), causal=True)
+        return pack.spans((FIRST, FIRST), (SECOND, SECOND), causal=True), pack.spans((SECOND, FIRST))
     keys = pack.real_rows(rank)
     return pack.spans((FIRST, WHOLE), keys=keys), pack.spans((SECOND, WHOLE), keys=keys)
 
@@ -158,32 +161,36 @@ def _backward(
 
     What it adds to the gradients of rank r - i goes on to rank r + 1 while that one computes its own share.
     """
-    dtype = statistics_dtype(q.dtype)
-    k, v = rows_of(kv)
-    dq, home = q.new_zeros(q.shape, dtype=dtype), k.new_zeros(2, *k.shape, dtype=dtype)
-    share, arriving = home, home
+    dtype, (k, v) = statistics_dtype(q.dtype), rows_of(kv)
     halves, exchange = own_block(pack, group.rank, mask), Exchange(group)
+    own, empty = None, q.new_empty(0)
+    share = arriving = computed = empty  # gradients of others' keys: [2, T, K, D]
     for number in range(group.size + 1):
-        pairs, incoming = [], home
+        pairs, incoming = [], empty
         if number < group.size - 1:
             incoming = torch.empty_like(kv)
             pairs.append((kv, incoming))
         if number > 1:
-            arriving = torch.empty_like(home)
+            arriving = torch.empty_like(share)
             pairs.append((share, arriving))
         _shift(exchange, *pairs)
-        if number in (0, group.size):
-            keys, values, spans, total = k, v, halves[number > 0], home
+        if own is None or number == group.size:
+            own = kernels.backward(dout, q, k, v, out, lse, halves[number > 0], scale, own, dtype)
+            _, dk, dv = own
         else:
-            keys, values = rows_of(kv)
-            spans, total = block(pack, group.rank, number, mask), torch.zeros_like(home)
-        kernels.backward(dout, q, keys, values, out, lse, spans, scale, Gradients(dq, total[0], total[1]))
+            # Under a name of its own: `share` is being sent.
+            computed = k.new_zeros(2, *k.shape, dtype=dtype)
+            dk, dv = computed
+            spans, into = block(pack, group.rank, number, mask), Gradients(own.q, dk, dv)
+            kernels.backward(dout, q, *rows_of(kv), out, lse, spans, scale, into)
         exchange.wait()
         if number > 1:
-            total += arriving
+            dk += arriving[0]
+            dv += arriving[1]
         # Of the keys that travel two lots live at most, at the end none.
-        kv, share = incoming, total
-    return dq, home[0], home[1]
+        kv, share = incoming, computed
+    assert own is not None
+    return own
 
 
 def without_idle_limits(mask: Mask, longest: int) -> Mask:

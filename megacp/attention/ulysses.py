@@ -16,34 +16,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacp.attention.order import Order, check_pack, in_order, zigzag
+from megacp.attention.order import Order, check_pack, zigzag
 from megacp.attention.ring import ring_attention
 from megacp.attention.spans import Mask
 from megacp.batch import PackedSeqParams
-from megacp.collectives import all_to_all
+from megacp.collectives import others_of, start_trade
 from megacp.config import ModelConfig
 from megacp.grid import CPGroup, Group
 
 
-def to_heads(parts: Sequence[Tensor], order: Order, inner: Group) -> tuple[Tensor, ...]:
+def to_heads(parts: Sequence[Tensor], order: Order, inner: Group, by_heads: bool = True) -> tuple[Tensor, ...]:
     """This rank's share of the heads of each part [T, n, D], for all inner ranks' tokens in order: [P*T, n/P, D].
 
-    All parts travel in one message, by heads; the results are slices of one tensor.
+    All parts travel in one message; the results are slices of one tensor, in which a head's rows lie in one piece of
+    memory, as kernels read keys fastest, or by rows.
     """
-    dealt = [part.unflatten(1, (inner.size, -1)).permute(1, 2, 0, 3) for part in parts]
-    received = all_to_all(torch.cat(dealt, dim=1), inner)  # [P, heads, T, D]; nobody else holds what was sent
-    return in_order(received, order.by_pack).split([part.shape[1] // inner.size for part in parts], dim=1)
+    dealt = [part.unflatten(1, (inner.size, -1)) for part in parts]
+    widths, places = [part.shape[2] for part in dealt], order.by_rank.unflatten(0, (inner.size, -1))
+    sent = parts[0].new_empty(_shape(inner.size - 1, len(parts[0]), sum(widths), parts[0].shape[2], by_heads))
+    for block, rank in zip(_by_rows(sent, by_heads), others_of(inner), strict=True):
+        for part, place in zip(dealt, block.split(widths, dim=1), strict=True):
+            place.copy_(part[:, rank])
+    received, trade = start_trade(sent, inner)
+    (whole,) = _by_rows(sent.new_empty(_shape(1, len(order.by_rank), sum(widths), sent.shape[-1], by_heads)), by_heads)
+    for part, place in zip(dealt, whole.split(widths, dim=1), strict=True):
+        place[places[inner.rank]] = part[:, inner.rank]
+    trade.wait()
+    for block, rank in zip(_by_rows(received, by_heads), others_of(inner), strict=True):
+        whole[places[rank]] = block
+    return whole.split(widths, dim=1)
+
+
+def _shape(count: int, rows: int, heads: int, width: int, by_heads: bool) -> tuple[int, ...]:
+    return (count, heads, rows, width) if by_heads else (count, rows, heads, width)
+
+
+def _by_rows(blocks: Tensor, by_heads: bool) -> Tensor:
+    """[.., rows, heads, D] view of what lies by heads, or by rows."""
+    return blocks.transpose(1, 2) if by_heads else blocks
 
 
 def to_tokens(parts: Sequence[Tensor], order: Order, inner: Group) -> tuple[Tensor, ...]:
     """The way back: [P*T, n/P, D] -> [T, n, D] of each part."""
-    widths = [part.shape[1] for part in parts]
-    sent = parts[0].new_empty(len(parts[0]), sum(widths), parts[0].shape[2])
-    for part, place in zip(parts, sent.split(widths, dim=1), strict=True):
-        torch.index_select(part, 0, order.by_rank, out=place)
-    received = all_to_all(sent.unflatten(0, (inner.size, -1)), inner)  # [P, T, heads, D]
-    del sent, place  # the loop's last view holds it too
-    return tuple(part.transpose(0, 1).flatten(1, 2) for part in received.split(widths, dim=2))
+    widths, places = [part.shape[1] for part in parts], order.by_rank.unflatten(0, (inner.size, -1))
+    sent = parts[0].new_empty(inner.size - 1, places.shape[1], sum(widths), parts[0].shape[2])
+    for block, rank in zip(sent, others_of(inner), strict=True):
+        for part, place in zip(parts, block.split(widths, dim=1), strict=True):
+            torch.index_select(part, 0, places[rank], out=place)
+    received, trade = start_trade(sent, inner)
+    trade.wait()
+    del sent, block, place  # the loop's last views hold it too
+    whole = [part.new_empty(places.shape[1], inner.size, *part.shape[1:]) for part in parts]
+    for part, total in zip(parts, whole, strict=True):
+        torch.index_select(part, 0, places[inner.rank], out=total[:, inner.rank])
+    for block, rank in zip(received, others_of(inner), strict=True):
+        for share, total in zip(block.split(widths, dim=1), whole, strict=True):
+            total[:, rank] = share
+    return tuple(total.flatten(1, 2) for total in whole)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -75,9 +104,7 @@ class _ToTokens(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         order, inner = ctx.layout
-        # By rows, as kernels read it.
-        received = all_to_all(dout.unflatten(1, (inner.size, -1)).transpose(0, 1), inner)  # [P, T, n/P, D]
-        return received.flatten(0, 1).index_select(0, order.by_pack), None, None
+        return *to_heads((dout,), order, inner, by_heads=False), None, None
 
 
 def ulysses_attention(

@@ -35,7 +35,8 @@ read from another rank's memory takes none here before it is read:
                16         from cp 3 on, at a wait: those but the last; k, v, gradients that arrive; gradients passed on
   all_gather   6 c + 1/2  own k and v; out; sums of dq, of home dk and dv; k and v of the others, their gradients and
                           what the kernel returns of the late chunk against all of them, 2 (c - 1) each; its dq, 1/2
-  a2a          10         out; gradients of q, k, v by heads, put in order, and received
+  a2a          9          in the kernels: q, k, v, out and its gradient by heads; out; what the kernel returns, 3
+               10 - 3/c   from cp 4 on, at the end: out; gradients of q, k, v by heads, received, and by tokens
   a2a+p2p      5 + p2p    what the ring of the outer ranks holds; q, k, v, the gradient of out by heads; out by tokens
 """
 
@@ -176,7 +177,7 @@ def tensors(comm_type: str, cp: int) -> float:
         return 6
     ranks = cp // 2 if comm_type == "a2a+p2p" else cp
     ring = 12.5 if ranks == 2 else 16
-    return {"p2p": ring, "all_gather": 6 * cp + 0.5, "a2a": 10, "a2a+p2p": 5 + ring}[comm_type]
+    return {"p2p": ring, "all_gather": 6 * cp + 0.5, "a2a": max(9, 10 - 3 / cp), "a2a+p2p": 5 + ring}[comm_type]
 
 
 def take_turns(contenders: dict[str, Workers], turns: int) -> dict[str, float]:
