@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,14 +72,15 @@ def start_trade(sent: Tensor, group: Group) -> tuple[Tensor, Exchange]:
     return received, exchange
 
 
-def start_gather_of_others(tensor: Tensor, group: Group) -> tuple[Tensor, Exchange | dist.Work]:
-    """[size, ...]: `tensor`, contiguous, of every other rank once the second has been waited for. Not one's own."""
+def start_gather_of_others(tensor: Tensor, group: Group) -> tuple[Tensor, Exchange]:
+    """[size, ...]: `tensor`, contiguous, of every other rank once the second has received. Not one's own."""
     gathered = tensor.new_empty(group.size, *tensor.shape)
-    if dist.get_backend(group.process_group) != "gloo":
-        work = _all_gather(gathered, tensor, group=group.process_group, async_op=True)
-        assert work is not None
-        return gathered, work
-    return gathered, _start_gather(tensor, gathered, group)
+    if dist.get_backend(group.process_group) == "gloo":
+        return gathered, _start_gather(tensor, gathered, group)
+    exchange, work = Exchange(group), _all_gather(gathered, tensor, group=group.process_group, async_op=True)
+    assert work is not None
+    exchange.pending = [work]
+    return gathered, exchange
 
 
 def _start_gather(tensor: Tensor, places: Sequence[Tensor] | Tensor, group: Group) -> Exchange:
@@ -98,30 +99,33 @@ class Exchange:
     """Sends tensors to some ranks of a group and receives some from others, while the caller computes.
 
     NCCL does so on a stream of its own, which waits for what the caller has enqueued so far. Its first call on a group
-    must be made by all of its ranks. Large tensors of ranks that read each other's memory are copied in `wait`, at the
-    speed of memory, and by no thread besides: a rank then leaves it when those it sends to have come to theirs.
+    must be made by all of its ranks. Large tensors of ranks that read each other's memory are copied in `receive`, at
+    the speed of memory, and by no thread besides.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._forget()
+        # What is under way; what was sent before, but perhaps not read yet; answers to others.
+        self._begin()
+        self.unread: list[_Shown] = []
+        self.told: list[dist.Work] = []
 
-    def _forget(self) -> None:
+    def _begin(self) -> None:
         self.pending: list[dist.Work] = []
         self.arriving: list[tuple[Tensor, Tensor]] = []
-        # By index in the group: what it shall read here, kept until it says so; where to read there, and into what.
-        self.shown: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self.shown: list[_Shown] = []
+        # By index in the group: where to read there, and into what.
         self.read: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self.answers: list[dist.Work] = []
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
-        """Post pairs of a contiguous tensor and an index in the group; leave the tensors alone until `wait`.
+        """Post pairs of a contiguous tensor and an index in the group, whose receiver expects the same bytes.
 
-        Two ranks match what passes between them by its order here. ValueError for a tensor with gaps; RuntimeError
-        before the wait for what was started last.
+        What is sent must stay as it is until the end of `wait`, or of the second `receive` from now. Two ranks match
+        what passes between them by its order here. ValueError for a tensor with gaps; RuntimeError before what was
+        started last has been received.
         """
         if self.pending:
-            raise RuntimeError("an exchange was started anew before it was waited for")
+            raise RuntimeError("an exchange was started anew before it was received")
         for tensor, _ in (*sends, *receives):
             if not tensor.is_contiguous():
                 raise ValueError(f"a tensor of shape {list(tensor.shape)} that is not contiguous cannot be exchanged")
@@ -142,14 +146,12 @@ class Exchange:
         for index, tensors in shown.items():
             where = torch.tensor([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors], device="cpu")
             operations.append(self._operation(dist.isend, where, index, WHERE))
-            self.shown[index] = tensors, torch.zeros(1, device="cpu")
         for index, buffers in read.items():
             where = torch.empty(len(buffers), 2, dtype=torch.int64, device="cpu")
             operations.append(self._operation(dist.irecv, where, index, WHERE))
             self.read[index] = where, buffers
         self.pending = dist.batch_isend_irecv(operations) if operations else []
-        answers = [self._operation(dist.irecv, answer, index, DONE) for index, (_, answer) in self.shown.items()]
-        self.answers = dist.batch_isend_irecv(answers) if answers else []
+        self.shown = [self._show(tensors, index) for index, tensors in shown.items()]
 
     def _is_read(self, tensor: Tensor) -> bool:
         return bool(self.group.pids) and tensor.nbytes >= LEAST_READ
@@ -157,22 +159,42 @@ class Exchange:
     def _operation(self, kind: Any, tensor: Tensor, index: int, tag: int = 0) -> dist.P2POp:
         return dist.P2POp(kind, tensor, self.group.ranks[index], self.group.process_group, tag)
 
+    def _show(self, tensors: list[Tensor], index: int) -> _Shown:
+        answer = torch.zeros(1, device="cpu")
+        (work,) = dist.batch_isend_irecv([self._operation(dist.irecv, answer, index, DONE)])
+        return _Shown(index, tensors, answer, work)
+
+    def receive(self) -> None:
+        """Until all has arrived. RuntimeError if something could not be read, here or of what was sent before."""
+        _raise(self._receive())
+
     def wait(self) -> None:
         """Until all has arrived, and what was sent may change. RuntimeError if something could not be read."""
+        _raise(self._receive() + self._until_read())
+
+    def _receive(self) -> list[str]:
+        """What went wrong."""
         try:
             for work in self.pending:
                 work.wait()
             faults = [fault for index, places in self.read.items() if (fault := self._read(index, *places))]
-            for work in self.answers:
-                work.wait()
-            faults += [f"rank {self.group.ranks[i]} could not read" for i, (_, answer) in self.shown.items() if answer]
-            if faults:
-                raise RuntimeError("; ".join(faults))
-            for tensor, buffer in self.arriving:
-                if buffer is not tensor:
-                    tensor.copy_(buffer)
+            faults += self._until_read()
+            if not faults:
+                for tensor, buffer in self.arriving:
+                    if buffer is not tensor:
+                        tensor.copy_(buffer)
+            return faults
         finally:
-            self._forget()
+            self.unread = self.shown
+            self._begin()
+
+    def _until_read(self) -> list[str]:
+        """Wait for those who were shown something before this exchange; what went wrong there."""
+        unread, self.unread = self.unread, []
+        for work in (*self.told, *(shown.work for shown in unread)):
+            work.wait()
+        self.told.clear()
+        return [f"rank {self.group.ranks[shown.index]} could not read" for shown in unread if shown.answer]
 
     def _read(self, index: int, where: Tensor, buffers: list[Tensor]) -> str:
         """Fetch what a rank shows and tell it; what went wrong, if something did, is told too."""
@@ -185,8 +207,22 @@ class Exchange:
         except OSError as error:
             fault = str(error)
         answer = torch.full((1,), float(bool(fault)), device="cpu")
-        self.answers += dist.batch_isend_irecv([self._operation(dist.isend, answer, index, DONE)])
+        self.told += dist.batch_isend_irecv([self._operation(dist.isend, answer, index, DONE)])
         return fault
+
+
+class _Shown(NamedTuple):
+    """Tensors that a rank reads here, kept until `work` has brought its answer: 0, or 1 if it could not."""
+
+    index: int
+    tensors: list[Tensor]
+    answer: Tensor
+    work: dist.Work
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise RuntimeError("; ".join(faults))
 
 
 def _staged(tensor: Tensor, group: Group) -> bool:

@@ -128,7 +128,7 @@ def started_twice() -> None:
 
 
 def test_a_second_start_before_the_wait_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="started anew before it was waited for"):
+    with pytest.raises(RuntimeError, match="started anew before it was received"):
         run(started_twice, 2)
 
 
@@ -152,6 +152,32 @@ def slowly_read() -> list[float]:
         mine.fill_(-1.0)
         found += [theirs.unique().tolist(), second.unique().tolist()]
     return found
+
+
+def received_before_read() -> list[list[float]]:
+    """Rank 1 reads only when rank 0 has received and gone on; what was sent is kept meanwhile."""
+    group, found = world(by_reading=True), []
+    exchange, other, word = Exchange(group), 1 - group.rank, torch.zeros(1)
+    for turn in range(4):
+        sent, received = torch.full((2**17,), 10.0 * group.rank + turn), torch.empty(2**17)
+        exchange.start([(sent, other)], [(received, other)])
+        del sent
+        if turn == 0 and group.rank == 1:
+            dist.recv(word, 0, tag=7)
+        exchange.receive()
+        # It would take the place of what was let go of.
+        spoiling = [torch.full((2**17,), -1.0) for _ in range(3)]
+        if turn == 0 and group.rank == 0:
+            dist.send(word, 1, tag=7)
+        found.append(received.unique().tolist())
+        del spoiling
+    exchange.wait()
+    return found
+
+
+@needs_reading
+def test_who_has_received_goes_on() -> None:
+    assert run(received_before_read, 2) == [[[10.0], [11.0], [12.0], [13.0]], [[0.0], [1.0], [2.0], [3.0]]]
 
 
 @needs_reading

@@ -167,11 +167,12 @@ class _Gather(torch.autograd.Function):
         received, fetch = start_gather_of_others(own, cp)
         for spans in plan.own:
             done = attend_further(done, q, *rows_of(own), spans, scale)
-        fetch.wait()
+        fetch.receive()
         keys, values = _keys_and_values(received, order, cp)
         del received
         for spans in plan.others:
             done = attend_further(done, q, keys, values, spans, scale)
+        fetch.wait()
         assert done is not None
         out = done.out.to(q.dtype)
         ctx.save_for_backward(q, own, out, done.lse)
@@ -200,7 +201,7 @@ def _backward(
         return into
 
     home = add(plan.at_fetch, *kv, None)
-    fetch.wait()
+    fetch.receive()
     keys, values = _keys_and_values(received, order, cp)
     del received
     shares = q.new_zeros(len(keys), 2 * keys.shape[1], keys.shape[2], dtype=dtype)
@@ -212,6 +213,7 @@ def _backward(
     others = [index for index in range(cp.size) if index != cp.rank]  # as `by_rank` has put them
     exchange.start(list(zip(sent, others, strict=True)), list(zip(returned, others, strict=True)))
     add(plan.at_send, *kv, home)
+    fetch.wait()
     exchange.wait()
     for share in returned:
         for total, part in zip((home.k, home.v), share.chunk(2, dim=1), strict=True):

@@ -41,9 +41,10 @@ def to_heads(parts: Sequence[Tensor], order: Order, inner: Group, by_heads: bool
     (whole,) = _by_rows(sent.new_empty(_shape(1, len(order.by_rank), sum(widths), sent.shape[-1], by_heads)), by_heads)
     for part, place in zip(dealt, whole.split(widths, dim=1), strict=True):
         place[places[inner.rank]] = part[:, inner.rank]
-    trade.wait()
+    trade.receive()
     for block, rank in zip(_by_rows(received, by_heads), others_of(inner), strict=True):
         whole[places[rank]] = block
+    trade.wait()
     return whole.split(widths, dim=1)
 
 
