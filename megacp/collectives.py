@@ -10,7 +10,7 @@ they have been read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,8 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     bands = gathered.chunk(group.size)
     bands[group.rank].copy_(sent)
     if group.pids:
-        _start_gather(sent, bands, group).wait()
+        others = [bands[index] for index in others_of(group)]
+        start_trade([sent] * len(others), others, group).wait()
     else:
         for work in start_gather(gathered, group):
             if work is not None:
@@ -62,37 +63,31 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return gathered.to(tensor.device)
 
 
-def start_trade(sent: Tensor, group: Group) -> tuple[Tensor, Exchange]:
-    """Block i of [size - 1, ...], contiguous, goes to the i-th of `others_of`, the like of it comes from there.
+def others_of(group: Group) -> list[int]:
+    """Indices in the group but one's own, ascending."""
+    return [index for index in range(group.size) if index != group.rank]
 
-    It has come, and `sent` may change, once the second has been waited for.
-    """
-    received, exchange, others = torch.empty_like(sent), Exchange(group), others_of(group)
+
+def start_trade(sent: Iterable[Tensor], received: Iterable[Tensor], group: Group) -> Exchange:
+    """One contiguous tensor goes to each of `others_of`, and what comes from there into one like it."""
+    exchange, others = Exchange(group), others_of(group)
     exchange.start(list(zip(sent, others, strict=True)), list(zip(received, others, strict=True)))
-    return received, exchange
+    return exchange
 
 
 def start_gather_of_others(tensor: Tensor, group: Group) -> tuple[Tensor, Exchange]:
-    """[size, ...]: `tensor`, contiguous, of every other rank once the second has received. Not one's own."""
+    """`tensor`, contiguous, of every other rank once the second has received: [size - 1, ...] in order of `others_of`.
+
+    Or [size, ...], one's own included: NCCL's collective among more than two ranks leaves out nobody.
+    """
+    if group.size == 2 or dist.get_backend(group.process_group) == "gloo":
+        gathered = tensor.new_empty(group.size - 1, *tensor.shape)
+        return gathered, start_trade([tensor] * len(gathered), gathered, group)
     gathered = tensor.new_empty(group.size, *tensor.shape)
-    if dist.get_backend(group.process_group) == "gloo":
-        return gathered, _start_gather(tensor, gathered, group)
     exchange, work = Exchange(group), _all_gather(gathered, tensor, group=group.process_group, async_op=True)
     assert work is not None
     exchange.pending = [work]
     return gathered, exchange
-
-
-def _start_gather(tensor: Tensor, places: Sequence[Tensor] | Tensor, group: Group) -> Exchange:
-    """`tensor` to each other rank; that of rank i into places[i]."""
-    exchange, others = Exchange(group), others_of(group)
-    exchange.start([(tensor, index) for index in others], [(places[index], index) for index in others])
-    return exchange
-
-
-def others_of(group: Group) -> list[int]:
-    """Indices in the group but one's own, beginning after it: at no time do all turn to the same rank."""
-    return [(group.rank + step) % group.size for step in range(1, group.size)]
 
 
 class Exchange:
@@ -177,7 +172,9 @@ class Exchange:
         try:
             for work in self.pending:
                 work.wait()
-            faults = [fault for index, places in self.read.items() if (fault := self._read(index, *places))]
+            # Beginning after oneself: at no time do all turn to the same rank.
+            order = sorted(self.read, key=lambda index: (index - self.group.rank) % self.group.size)
+            faults = [fault for index in order if (fault := self._read(index, *self.read[index]))]
             faults += self._until_read()
             if not faults:
                 for tensor, buffer in self.arriving:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -359,13 +360,14 @@ def test_cuda_arguments(spans: Spans, spare: int, monkeypatch: pytest.MonkeyPatc
     assert near(part, wanted[covered], 1e-2) and part_lse.dtype == torch.float32
     torch.testing.assert_close(part_lse.double(), wanted_lse[:, covered], atol=1e-5, rtol=1e-6)
 
-    arguments = dout, q, k, v, wanted.detach().bfloat16(), wanted_lse.detach().float().t(), spans, 0.3
-    for into in (None, Gradients(*(torch.zeros(x.shape) for x in (q, k, v)))):
-        got = kernels._cuda_backward(*arguments, into)
+    given = dout, q, k, v, wanted.detach().bfloat16(), wanted_lse.detach().float(), spans, 0.3
+    sums = Gradients(*(torch.zeros(x.shape) for x in (q, k, v)))
+    for into, dtype in ((None, torch.bfloat16), (None, torch.float32), (sums, torch.float32)):
+        monkeypatch.setattr(kernels, "_cpu_backward", partial(kernels._cuda_backward, dtype=dtype))
+        got = kernels.backward(*given, into, dtype)
         assert into is None or got is into
         for mine, correct in zip(got, exact, strict=True):
-            assert into is None or mine.dtype == torch.float32
-            assert near(mine, correct, 1e-2)
+            assert mine.dtype == dtype and near(mine, correct, 1e-2)
 
 
 def test_cuda_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

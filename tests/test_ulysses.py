@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.attention.order import zigzag
+from megacp.attention.order import by_ranks, in_order, zigzag
 from megacp.attention.ulysses import check_heads, check_levels, to_heads, to_tokens
 from megacp.batch import token_index
 from tests.packs import (
@@ -43,6 +43,25 @@ def test_inner_ranks_in_order_are_one_outer_rank(units: list[int], inner: int, o
         whole = token_index(offsets, rank, outer)
         assert torch.equal(shards.index_select(0, by_pack), whole)
         assert torch.equal(whole.index_select(0, by_rank), shards)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_others_hold_comes_in_order(size: int) -> None:
+    """Whether or not there is a place for what this rank holds itself among it, and back."""
+    room = (4 * size, 2 * size, 0, 6 * size)
+    offsets = torch.tensor([0, *accumulate(room)])
+    indices = [token_index(offsets, rank, size) for rank in range(size)]
+    pack = torch.randn(sum(room), 3, 2)
+    for without, own in enumerate(indices):
+        order = zigzag(room, size, torch.device("cpu"), without)
+        left = torch.ones(len(pack), dtype=torch.bool)
+        left[own] = False
+        everybodys = torch.stack([pack[index] for index in indices])
+        others = torch.cat((everybodys[:without], everybodys[without + 1 :]))
+        everybodys[without] = torch.nan
+        assert torch.equal(in_order(others.transpose(1, 2).contiguous(), order), pack[left])
+        assert torch.equal(in_order(everybodys.transpose(1, 2).contiguous(), order, without), pack[left])
+        assert torch.equal(by_ranks(pack[left], order, size - 1), others)
 
 
 def test_sequences_that_cannot_be_cut_are_refused() -> None:

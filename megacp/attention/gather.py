@@ -26,7 +26,7 @@ from megacp.attention.partial import attend_further
 from megacp.attention.ring import Pack, block, own_block, without_idle_limits
 from megacp.attention.spans import Mask, Span, Spans, self_spans, span
 from megacp.batch import PackedSeqParams
-from megacp.collectives import Exchange, start_gather_of_others
+from megacp.collectives import start_gather_of_others, start_trade
 from megacp.config import ModelConfig
 from megacp.grid import Group
 
@@ -155,8 +155,9 @@ def seen(pack: Pack, rank: int, mask: Mask) -> Seen:
 
 
 def _keys_and_values(received: Tensor, order: Order, cp: Group) -> tuple[Tensor, Tensor]:
-    """[ranks, 2, K, T, D], with nothing of this rank -> k and v [S, K, D] of the others in the order of the pack."""
-    keys, values = in_order(received.flatten(1, 2), order, without=cp.rank).chunk(2, dim=1)
+    """[P, 2, K, T, D], what was gathered -> k and v [S, K, D] of the others in the order of the pack."""
+    without = cp.rank if len(received) == cp.size else None
+    keys, values = in_order(received.flatten(1, 2), order, without).chunk(2, dim=1)
     return keys, values
 
 
@@ -209,9 +210,8 @@ def _backward(
     del keys, values
     sent = by_ranks(shares, order, cp.size - 1)
     del shares
-    returned, exchange = torch.empty_like(sent), Exchange(cp)
-    others = [index for index in range(cp.size) if index != cp.rank]  # as `by_rank` has put them
-    exchange.start(list(zip(sent, others, strict=True)), list(zip(returned, others, strict=True)))
+    returned = torch.empty_like(sent)
+    exchange = start_trade(sent, returned, cp)
     add(plan.at_send, *kv, home)
     fetch.wait()
     exchange.wait()

@@ -81,8 +81,10 @@ def backward(
     if not any(spans.k_lengths):
         return into or Gradients(*(x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)))
     q, k, v, dout = _readable(q), _readable(k), _readable(v), dout.contiguous()
-    compute = _cuda_backward if q.is_cuda else _cpu_backward
-    total = compute(dout, q, k, v, out, lse.t(), spans, scale, into)
+    if q.is_cuda:
+        total = _cuda_backward(dout, q, k, v, out, lse.t(), spans, scale, into, dtype)
+    else:
+        total = _cpu_backward(dout, q, k, v, out, lse.t(), spans, scale, into)
     return total if total is into else Gradients(*(x.to(dtype) for x in total))
 
 
@@ -328,6 +330,7 @@ def _cuda_backward(
     spans: Spans,
     scale: float,
     into: Gradients | None,
+    dtype: torch.dtype,
 ) -> Gradients:
     # Without dropout the random state, of these shapes, is not read.
     state = [torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
@@ -343,8 +346,8 @@ def _cuda_backward(
             return Gradients(*shares)
         if total is None:
             # Sums of several shares are kept in fp32.
-            dtype = statistics_dtype(q.dtype) if several else q.dtype
-            total = Gradients(*(torch.zeros_like(x, dtype=dtype) for x in (q, k, v)))
+            total_dtype = statistics_dtype(q.dtype) if several else dtype
+            total = Gradients(*(torch.zeros_like(x, dtype=total_dtype) for x in (q, k, v)))
         for rows, x, share in zip((queries, keys, keys), total, shares, strict=True):
             rows.add_(x, share)
     assert total is not None

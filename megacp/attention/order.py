@@ -60,17 +60,20 @@ def zigzag(padded_lengths: tuple[int, ...], size: int, device: torch.device, wit
     return Order(ranges(rank_starts, rank_lengths, total), ranges(pack_starts, pack_lengths, total))
 
 
-def in_order(received: Tensor, order: Order, without: int) -> Tensor:
-    """[P, n, T, D], what P ranks hold by heads -> [S, n, D] in the order of the pack, without rank `without`.
+def in_order(received: Tensor, order: Order, without: int | None = None) -> Tensor:
+    """[P, n, T, D], what P ranks hold by heads -> [S, n, D] in the order of the pack.
 
-    By heads too: each head's rows lie in one piece of memory, which is how kernels read keys fastest.
+    By heads too: each head's rows lie in one piece of memory, which is how kernels read keys fastest. `order` does not
+    count rank `without`, which has a place in `received`.
     """
     ranks, heads, length, width = received.shape
-    if ranks == 2:
-        return received[1 - without].transpose(0, 1)  # the rows of a single rank are in order
-    source = order.by_pack.long() // length
-    # Between a rank's rows and the next one's lie those of its other heads; `order` does not count rank `without`.
-    places = order.by_pack + source * ((heads - 1) * length) + (source >= without) * (heads * length)
+    if ranks == 1:
+        return received[0].transpose(0, 1)  # the rows of a single rank are in order
+    source = order.by_pack // length
+    # Between a rank's rows and the next one's lie those of its other heads.
+    places = order.by_pack + source * ((heads - 1) * length)
+    if without is not None:
+        places += (source >= without) * (heads * length)
     flat, out = received.view(-1, width), received.new_empty(heads, len(places), width)
     for head in range(heads):
         torch.index_select(flat[head * length :], 0, places, out=out[head])

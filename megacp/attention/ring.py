@@ -156,8 +156,8 @@ def _backward(
     group: Group,
     mask: Mask,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in fp32 (fp64). Rank r works on its own block at both ends, on the keys of rank r - i in between.
+) -> Gradients:
+    """In fp32 (fp64). Rank r works on its own block at both ends, on the keys of rank r - i in between.
 
     What it adds to the gradients of rank r - i goes on to rank r + 1 while that one computes its own share.
     """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacp.attention.order import Order, check_pack, zigzag
+from megacp.attention.order import Order, check_pack, in_order, zigzag
 from megacp.attention.ring import ring_attention
 from megacp.attention.spans import Mask
 from megacp.batch import PackedSeqParams
@@ -31,49 +31,42 @@ def to_heads(parts: Sequence[Tensor], order: Order, inner: Group, by_heads: bool
     All parts travel in one message; the results are slices of one tensor, in which a head's rows lie in one piece of
     memory, as kernels read keys fastest, or by rows.
     """
-    dealt = [part.unflatten(1, (inner.size, -1)) for part in parts]
-    widths, places = [part.shape[2] for part in dealt], order.by_rank.unflatten(0, (inner.size, -1))
-    sent = parts[0].new_empty(_shape(inner.size - 1, len(parts[0]), sum(widths), parts[0].shape[2], by_heads))
-    for block, rank in zip(_by_rows(sent, by_heads), others_of(inner), strict=True):
-        for part, place in zip(dealt, block.split(widths, dim=1), strict=True):
-            place.copy_(part[:, rank])
-    received, trade = start_trade(sent, inner)
-    (whole,) = _by_rows(sent.new_empty(_shape(1, len(order.by_rank), sum(widths), sent.shape[-1], by_heads)), by_heads)
-    for part, place in zip(dealt, whole.split(widths, dim=1), strict=True):
-        place[places[inner.rank]] = part[:, inner.rank]
-    trade.receive()
-    for block, rank in zip(_by_rows(received, by_heads), others_of(inner), strict=True):
-        whole[places[rank]] = block
-    trade.wait()
-    return whole.split(widths, dim=1)
-
-
-def _shape(count: int, rows: int, heads: int, width: int, by_heads: bool) -> tuple[int, ...]:
-    return (count, heads, rows, width) if by_heads else (count, rows, heads, width)
-
-
-def _by_rows(blocks: Tensor, by_heads: bool) -> Tensor:
-    """[.., rows, heads, D] view of what lies by heads, or by rows."""
-    return blocks.transpose(1, 2) if by_heads else blocks
+    dealt = [part.unflatten(1, (inner.size, -1)).transpose(0, 1) for part in parts]  # [P, T, n/P, D]
+    widths = [part.shape[2] for part in dealt]
+    length, heads, width = len(parts[0]), sum(widths), parts[0].shape[2]
+    shape = (heads, length, width) if by_heads else (length, heads, width)
+    sent, received = parts[0].new_empty(inner.size - 1, *shape), parts[0].new_empty(inner.size, *shape)
+    by_rows = [blocks.transpose(1, 2) if by_heads else blocks for blocks in (sent, received)]
+    for part, out, here in zip(dealt, *(blocks.split(widths, dim=2) for blocks in by_rows), strict=True):
+        out[: inner.rank] = part[: inner.rank]
+        out[inner.rank :] = part[inner.rank + 1 :]
+        here[inner.rank] = part[inner.rank]
+    start_trade(sent, [received[rank] for rank in others_of(inner)], inner).wait()
+    del sent, by_rows, out  # views hold it too
+    if by_heads:
+        return in_order(received, order).split(widths, dim=1)
+    return received.flatten(0, 1).index_select(0, order.by_pack).split(widths, dim=1)
 
 
 def to_tokens(parts: Sequence[Tensor], order: Order, inner: Group) -> tuple[Tensor, ...]:
     """The way back: [P*T, n/P, D] -> [T, n, D] of each part."""
-    widths, places = [part.shape[1] for part in parts], order.by_rank.unflatten(0, (inner.size, -1))
-    sent = parts[0].new_empty(inner.size - 1, places.shape[1], sum(widths), parts[0].shape[2])
-    for block, rank in zip(sent, others_of(inner), strict=True):
-        for part, place in zip(parts, block.split(widths, dim=1), strict=True):
-            torch.index_select(part, 0, places[rank], out=place)
-    received, trade = start_trade(sent, inner)
-    trade.wait()
-    del sent, block, place  # the loop's last views hold it too
-    whole = [part.new_empty(places.shape[1], inner.size, *part.shape[1:]) for part in parts]
-    for part, total in zip(parts, whole, strict=True):
-        torch.index_select(part, 0, places[inner.rank], out=total[:, inner.rank])
-    for block, rank in zip(received, others_of(inner), strict=True):
-        for share, total in zip(block.split(widths, dim=1), whole, strict=True):
-            total[:, rank] = share
-    return tuple(total.flatten(1, 2) for total in whole)
+    widths, rows = [part.shape[1] for part in parts], order.by_rank.unflatten(0, (inner.size, -1))
+    places = torch.cat((rows[: inner.rank], rows[inner.rank + 1 :])).flatten()
+    sent = parts[0].new_empty(len(places), sum(widths), parts[0].shape[2])
+    for part, out in zip(parts, sent.split(widths, dim=1), strict=True):
+        torch.index_select(part, 0, places, out=out)
+    sent = sent.unflatten(0, (inner.size - 1, -1))
+    received = torch.empty_like(sent)
+    start_trade(sent, received, inner).wait()
+    del sent, out  # the loop's last view holds it too
+    found = []
+    for part, share in zip(parts, received.transpose(0, 1).split(widths, dim=2), strict=True):
+        whole = part.new_empty(rows.shape[1], inner.size, *part.shape[1:])
+        torch.index_select(part, 0, rows[inner.rank], out=whole[:, inner.rank])
+        whole[:, : inner.rank] = share[:, : inner.rank]
+        whole[:, inner.rank + 1 :] = share[:, inner.rank :]
+        found.append(whole.flatten(1, 2))
+    return tuple(found)
 
 
 class _ToHeads(torch.autograd.Function):
