@@ -1,7 +1,8 @@
 """The files of one checkpoint: blocks of global tensors in a folder, written and read by many ranks at once.
 
 Every rank that has something to write writes one safetensors file. `index.json`, written last, says where
-each block of each tensor lies, how long every file must be, and carries the trainer's notes (`meta`). The
+each block of each tensor lies, how long every file must be, what its stretches add up to (CRC-32, looked at
+before anything in them is read), and carries the trainer's notes (`meta`). The
 planning is that of torch.distributed.checkpoint (DCP): which rank writes what several hold, and which saved
 blocks overlap a wanted one. Nothing is pickled into a file or unpickled from one, so a foreign checkpoint
 cannot run code.
@@ -13,6 +14,7 @@ import difflib
 import json
 import os
 import warnings
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,9 +45,11 @@ from torch.futures import Future
 
 from megacp.blocks import Block
 
-FORMAT = "megacp checkpoint 1"
+FORMAT = "megacp checkpoint 2"
 INDEX = "index.json"
 READ_BYTES = 16 << 20
+# Stretches of a file with a checksum each: a rank that reads a few rows of a tensor looks at little more.
+SUMMED_BYTES = 4 << 20
 # The names safetensors has for the dtypes.
 DTYPES = {
     "F64": torch.float64,
@@ -67,12 +71,17 @@ Result = TypeVar("Result")
 
 
 class Stored(NamedTuple):
-    """Where a saved block lies (`start`: its first byte in the file) and what it looks like."""
+    """Where a saved block lies (`start`: its first byte in the file), what it looks like, the file's checksums."""
 
     file: str
     start: int
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    checksums: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.sizes[1:]) * self.dtype.itemsize
 
 
 def write(folder: Path, blocks: Sequence[Block], meta: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
@@ -101,6 +110,9 @@ def read_index(folder: Path) -> Metadata:
         if index["format"] != FORMAT:
             raise ValueError(f"format {index['format']!r} instead of {FORMAT!r}")
         files, tensors, places = dict(index["files"]), {}, {}
+        checksums = {file: tuple(sums) for file, sums in index["checksums"].items()}
+        if {file: -(-size // SUMMED_BYTES) for file, size in files.items()} != _counts(checksums):
+            raise ValueError("the checksums are not those of its files")
         for name, tensor in index["tensors"].items():
             dtype, shape, chunks = DTYPES[tensor["dtype"]], torch.Size(tensor["shape"]), []
             for offsets, sizes, file, start in tensor["chunks"]:
@@ -111,7 +123,7 @@ def read_index(folder: Path) -> Metadata:
                 if any(o < 0 or n < 0 or o + n > whole for o, n, whole in box) or not 0 <= start <= end <= files[file]:
                     raise ValueError(f"a part of {name} lies outside of it or of {file}")
                 chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                places[MetadataIndex(name, offsets)] = Stored(file, start, tuple(sizes), dtype)
+                places[MetadataIndex(name, offsets)] = Stored(file, start, tuple(sizes), dtype, checksums[file])
             if sum(prod(chunk.sizes) for chunk in chunks) != shape.numel():
                 raise ValueError(f"parts of {name} are missing")
             tensors[name] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
@@ -119,10 +131,15 @@ def read_index(folder: Path) -> Metadata:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / INDEX} cannot be read ({type(error).__name__}: {error})") from error
     for name, size in files.items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else 0
-        if found != size:
+        if not (folder / name).exists():
+            raise ValueError(f"{folder / name} is missing")
+        if (found := (folder / name).stat().st_size) != size:
             raise ValueError(f"{folder / name} has {found} bytes instead of {size}")
     return metadata
+
+
+def _counts(checksums: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    return {file: len(sums) for file, sums in checksums.items()}
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -237,13 +254,16 @@ class _Writer(FileSystemWriter):
             header[_key(item)] = place
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        results = []
+        results, checksums = [], Checksums()
         with open(Path(self.path) / plan.storage_data, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            for piece in (len(text).to_bytes(8, "little"), text):
+                file.write(checksums.add(piece))
             for item in items:
                 tensor = tensors[item.index].cpu().contiguous()
-                results.append(WriteResult(item.index, tensor.nbytes, (plan.storage_data, file.tell())))
-                file.write(_bytes(tensor))
+                # The list is whole once the last block has been written.
+                place = plan.storage_data, file.tell(), checksums.sums
+                results.append(WriteResult(item.index, tensor.nbytes, place))
+                file.write(checksums.add(_bytes(tensor)))
             _sync(file)
         return results
 
@@ -251,16 +271,17 @@ class _Writer(FileSystemWriter):
         """The index; on the first rank, after all have written their files."""
         written = {result.index: result for rank_results in results for result in rank_results}
         files: dict[str, int] = {}
+        checksums: dict[str, list[int]] = {}
         tensors = {}
         for name, tensor in tensors_of(metadata).items():
             chunks = []
             for chunk in tensor.chunks:
                 result = written[MetadataIndex(name, chunk.offsets)]
-                file, start = result.storage_data
+                file, start, checksums[file] = result.storage_data
                 files[file] = max(files.get(file, 0), start + result.size_in_bytes)
                 chunks.append((chunk.offsets, chunk.sizes, file, start))
             tensors[name] = {"dtype": CODES[tensor.properties.dtype], "shape": tensor.size, "chunks": chunks}
-        index = {"format": FORMAT, "meta": self.meta, "files": files, "tensors": tensors}
+        index = {"format": FORMAT, "meta": self.meta, "files": files, "checksums": checksums, "tensors": tensors}
         write_text(Path(self.path) / INDEX, json.dumps(index))
         sync_folder(Path(self.path))
 
@@ -282,9 +303,47 @@ class _Reader(FileSystemReader):
             reads[stored.file].append((stored, item))
         for name, items in reads.items():
             with open(Path(self.path) / name, "rb") as file:
+                _verify(file, items)
                 for stored, item in sorted(items, key=lambda read: read[0].start):
                     _read(file, stored, item, planner.resolve_tensor(item))
         return _done(None)
+
+
+class Checksums:
+    """CRC-32 of each SUMMED_BYTES of what is added, the last stretch as long as there is something."""
+
+    def __init__(self) -> None:
+        self.sums: list[int] = []
+        self.room = 0
+
+    def add(self, data: bytes | memoryview) -> bytes | memoryview:
+        """Returns what it was given."""
+        rest = memoryview(data)
+        while rest:
+            if not self.room:
+                self.sums.append(0)
+                self.room = SUMMED_BYTES
+            now, rest = rest[: self.room], rest[self.room :]
+            self.sums[-1] = zlib.crc32(now, self.sums[-1])
+            self.room -= len(now)
+        return data
+
+
+def _verify(file: BufferedReader, items: list[tuple[Stored, plans.ReadItem]]) -> None:
+    """ValueError if what `items` are read from is not what was saved."""
+    touched = set()
+    for stored, item in items:
+        first = stored.start + (item.storage_offsets[0] if stored.sizes else 0) * stored.row_bytes
+        end = first + (item.lengths[0] if stored.sizes else 1) * stored.row_bytes
+        touched.update(range(first // SUMMED_BYTES, -(-end // SUMMED_BYTES)))
+    buffer = memoryview(bytearray(SUMMED_BYTES))
+    for number in sorted(touched):
+        file.seek(number * SUMMED_BYTES)
+        if zlib.crc32(buffer[: file.readinto(buffer)]) != items[0][0].checksums[number]:
+            raise ValueError(
+                f"{file.name} is damaged, in the {SUMMED_BYTES} bytes from byte {number * SUMMED_BYTES} on: remove "
+                "this checkpoint to go on from the one before"
+            )
 
 
 def _read(file: BufferedReader, stored: Stored, item: plans.ReadItem, target: Tensor) -> None:
@@ -298,7 +357,7 @@ def _read(file: BufferedReader, stored: Stored, item: plans.ReadItem, target: Te
     columns = [slice(begin, begin + length) for begin, length in zip(offsets[1:], lengths[1:], strict=True)]
     like_file = target.device.type == "cpu" and target.dtype == stored.dtype
     like_file = like_file and tuple(lengths[1:]) == sizes[1:]
-    row_bytes = prod(sizes[1:]) * stored.dtype.itemsize
+    row_bytes = stored.row_bytes
     step = max(1, READ_BYTES // row_bytes)
     for row in range(0, lengths[0], step):
         part = target[row : row + step]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import resource
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megacp import checkpoint
+from megacp import block_files, checkpoint
 from megacp.blocks import Block
 from tests.spawn import run
 
@@ -310,6 +311,18 @@ def lose_data(folder: Path) -> None:
     (folder / "rank_00000.safetensors").unlink()
 
 
+def lose_checksum(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    index["checksums"]["rank_00000.safetensors"].clear()
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def other_checksums(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    index["checksums"] = {"rank_00001.safetensors": [0]}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
 def lose_chunk(folder: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
     index["tensors"]["weight"]["chunks"].clear()
@@ -341,7 +354,9 @@ def other_format(folder: Path) -> None:
     ("harm", "reason"),
     [
         (break_data, r"rank_00000.safetensors has \d+ bytes instead of \d+"),
-        (lose_data, r"rank_00000.safetensors has 0 bytes instead of \d+"),
+        (lose_data, "rank_00000.safetensors is missing"),
+        (lose_checksum, "the checksums are not those of its files"),
+        (other_checksums, "cannot be read"),
         (break_index, "index.json cannot be read"),
         (lose_chunk, "parts of weight are missing"),
         (point_outside, "weight lies in ../../rank_00000.safetensors, not a file of the checkpoint"),
@@ -366,6 +381,44 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path, harm, reason: str) -
         assert loaded(tmp_path) == 2
     with pytest.raises(ValueError, match=reason):
         loaded(tmp_path / "iter_0000003")
+
+
+def test_what_is_damaged_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of any tensor, whichever part of it is wanted; but what is read of other stretches is not refused."""
+    monkeypatch.setattr(block_files, "SUMMED_BYTES", 64)
+    whole = torch.arange(300, dtype=torch.float32).view(50, 6)
+    others = [copy_of(name, tensor) for name, tensor in whole_tensors().items()]
+    folder = checkpoint.save(tmp_path, 1, [copy_of("wide", whole), *others], META)
+    data = folder / "rank_00000.safetensors"
+    with safe_open(data, "pt") as file:
+        assert torch.equal(file.get_tensor("wide"), whole)
+    good = data.read_bytes()
+    start = good.index(whole.numpy().tobytes())
+
+    def rows(first: int, last: int, columns: slice = slice(0, 6)) -> Block:
+        wanted = torch.full_like(whole[first:last, columns], torch.nan)
+        return Block("wide", (50, 6), (first, columns.start), wanted)
+
+    header = 8 + int.from_bytes(good[:8], "little")
+    generator = random.Random(0)
+    for place in [start, start + 1199, *generator.sample(range(header, len(good)), 30)]:
+        bad = bytearray(good)
+        bad[place] ^= 1 << generator.randrange(8)
+        data.write_bytes(bad)
+        with pytest.raises(ValueError, match=r"rank_00000\.safetensors is damaged, in the .* from byte \d+ on"):
+            checkpoint.load(folder, [rows(0, 50), *others])
+        row, stretch = (place - start) // 24, place // 64
+        if start <= place < start + 1200:
+            with pytest.raises(ValueError, match="is damaged"):
+                checkpoint.load(folder, [rows(row, row + 1, slice(2, 3))])
+        for first in range(0, 50, 7):
+            wanted = rows(first, first + 1, slice(1, 4))
+            if stretch not in range((start + 24 * first) // 64, (start + 24 * first + 23) // 64 + 1):
+                checkpoint.load(folder, [wanted])
+                assert torch.equal(wanted.tensor, whole[first : first + 1, 1:4])
+    data.write_bytes(good)
+    checkpoint.load(folder, [wanted := rows(0, 50), *others])
+    assert torch.equal(wanted.tensor, whole)
 
 
 def find_on_all(root: Path) -> tuple[Path | None, str]:
@@ -414,9 +467,11 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
     for name in (".metadata", "index.json"):
         (root / "iter_0000002" / name).write_bytes(bomb)
     (root / "iter_0000001" / ".metadata").write_bytes(bomb)
-    with pytest.warns(UserWarning, match="iter_0000002.*index.json cannot be read"):
+    with (
+        pytest.raises(ValueError, match="iter_0000001/rank_00000.safetensors is damaged"),
+        pytest.warns(UserWarning, match="iter_0000002.*index.json cannot be read"),
+    ):
         checkpoint.load(root, [copy_of("weight", torch.zeros(4, 2))])
-    checkpoint.load(root / "iter_0000001", [copy_of("weight", torch.zeros(4, 2))])
     assert not mark.exists()
 
 

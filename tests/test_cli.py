@@ -114,7 +114,11 @@ def test_wrong_checkpoints(mistake: Callable[..., str], config: Path, saved: Pat
     assert "num_layers is 4 there, 2 in the configuration" in mistake(config, load, "model.num_layers=2")
     assert "head_dim is 12 there, 24 in" in mistake(config, load, "model.kv_channels=24")
     assert f"no checkpoint in {tmp_path}" in mistake(config, f"checkpoint.load={tmp_path}")
-    for content in ("{", "{}", '{"format": "megacp checkpoint 1", "meta": {}, "files": {}, "tensors": {}}'):
+    for content in (
+        "{",
+        "{}",
+        '{"format": "megacp checkpoint 2", "meta": {}, "files": {}, "checksums": {}, "tensors": {}}',
+    ):
         folder = tmp_path / "iter_0000001"
         folder.mkdir(exist_ok=True)
         (folder / "index.json").write_text(content)
