@@ -8,12 +8,22 @@ Names in messages are dotted config keys, to be pasted as overrides.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megacp.support_attention import ATTENTION_RULES
 from megacp.support_backend import BACKEND_RULES, cpu_problems, cuda_problems
-from megacp.support_data import DATA_RULES, FILE_RULES, Problems, Rule, any_of, divisors_near, multiples_near
+from megacp.support_data import (
+    DATA_RULES,
+    FILE_RULES,
+    Problems,
+    Rule,
+    any_of,
+    divisors_near,
+    multiples_near,
+    unused_loss_masks,
+)
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 
@@ -22,6 +32,18 @@ def first_problem(config: Any, world_size: int | None, check_files: bool = True)
     """The first line any rule has about `config`, or None. `check_files=False` leaves the disk alone."""
     rules = RULES + FILE_RULES if check_files else RULES
     return next((problem for rule in rules for problem in rule(config, world_size)), None)
+
+
+def oversights(config: Any) -> Iterator[str]:
+    """What runs, but is hardly meant."""
+    model, length = config.model, config.data.seq_length
+    reach, plain = model.max_position_embeddings, model.rope_scaling.type == "none"
+    if model.position_embedding_type == "rope" and plain and reach is not None and reach < length:
+        yield (
+            f"data.seq_length = {length} exceeds model.max_position_embeddings = {reach}, what the model was made for: "
+            "it has met no position beyond; see model.rope_scaling"
+        )
+    yield from unused_loss_masks(config)
 
 
 # --- the grid

@@ -210,6 +210,17 @@ def loss_masks_exist(config: Any, world_size: int | None) -> Problems:
             )
 
 
+def unused_loss_masks(config: Any) -> Iterator[str]:
+    """Of data that was made for fine-tuning, where it is to be trained on as plain text."""
+    prefixes = [prefix for blend in _blends(config.data).values() for prefix in _prefixes(blend)]
+    masked = [prefix for prefix in prefixes if Path(prefix + MASK_SUFFIX + ".idx").is_file()]
+    if masked and not config.data.sft:
+        yield (
+            f"{masked[0]} has a loss mask beside it, and data.sft = false does without: conversations are joined, and "
+            "what users say is learned too"
+        )
+
+
 def _sequences(path: str) -> int:
     with open(path, "rb") as file:
         header = file.read(26)

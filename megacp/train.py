@@ -44,6 +44,7 @@ from megacp.data.tokenizer import build_tokenizer
 from megacp.grid import Grid, world_map
 from megacp.start import agree, find_start, resume, save
 from megacp.step import Progress, Run, Step, build, evaluate, make_loader, train_step
+from megacp.support import oversights
 from megacp.support_backend import backend_for, cpu_problems, cuda_problems
 
 MISTAKE = 2
@@ -109,6 +110,8 @@ def run_job(config: Config, rank: int, started: float) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     check_tokenizer(config)
+    for oversight in oversights(config):
+        warnings.warn(oversight, stacklevel=2)
     start = find_start(config)
     done, wanted = start.progress.iteration, config.train.train_iters
     if done >= wanted:
@@ -231,10 +234,12 @@ def open_log(config: Config, iteration: int, rank: int) -> log.Log:
             Path(folder).mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(f"{folder} cannot be written to")
-        key = "logging"
+        key = "logging.run_dir"
         return log.Log(config, iteration, active=rank == 0)
-    except (OSError, ImportError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(f"{key}: {error}") from None
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"logging: {error}") from None
 
 
 @contextmanager
@@ -311,6 +316,11 @@ def train(run: Run, writer: log.Log, started: float) -> None:
             # Weights that went bad must not push whole checkpoints out of keep_last.
             due_and_whole = due(run, run.config.checkpoint.save_interval) and not progress.nonfinite_in_a_row
             if reason or last or due_and_whole:
+                if progress.nonfinite_in_a_row:
+                    writer.say(
+                        f"warning: the last {progress.nonfinite_in_a_row} steps had a loss or gradient that is not "
+                        "finite; they have not changed the weights that are saved"
+                    )
                 save(run, writer)
                 meter.restart()
             if reason:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megacp import support_data
+from megacp import support, support_data
 from megacp.config import ConfigError, load_config
 from megacp.data import sft
 from megacp.data.tokens import TokenFileWriter
@@ -34,6 +34,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         writer.add_document(np.ones(5, np.uint8))
     for name in ("alone_loss_mask.idx", "alone_loss_mask.bin", "half_loss_mask.bin"):
         Path(name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], []),
+        (["data.sft=false"], ["chats has a loss mask beside it", "what users say is learned too"]),
+        (["data.sft=false", "data.data_path=[0.5, alone, 0.5, more]"], ["more has a loss mask"]),
+        (["data.sft=false", "data.data_path=alone"], []),
+        (["model.max_position_embeddings=128"], []),
+        (["model.max_position_embeddings=64"], ["data.seq_length = 128 exceeds", "64", "model.rope_scaling"]),
+        (["model.max_position_embeddings=64", "model.rope_scaling.type=linear", "model.rope_scaling.factor=2"], []),
+    ],
+)
+def test_what_is_hardly_meant_is_said(overrides: list[str], words: list[str]) -> None:
+    found = list(support.oversights(load_config("right.yaml", overrides, 1)))
+    assert len(found) == bool(words)
+    assert all(word in found[0] for word in words)
 
 
 # (rule, overrides, ranks, what the message must contain)

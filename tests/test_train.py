@@ -16,7 +16,7 @@ from megacp.config import ConfigError, load_config
 from megacp.data.loader import Loader
 from megacp.data.tokens import TokenFileWriter
 from megacp.log import Work
-from tests.jobs import assert_same, job, keeps, losses, records
+from tests.jobs import assert_same, job, keeps, losses, records, tensors
 from tests.spawn import run
 from tests.tiny import write_config, write_data
 
@@ -44,6 +44,25 @@ def test_a_loss_that_is_nan_stops_the_run(config: Path, tmp_path: Path, monkeypa
     assert ["lm_loss" in record for record in records(tmp_path).values()] == [True, False, True, False, False]
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
     assert saved == ["iter_0000001", "iter_0000003"]
+
+
+def test_a_run_that_ends_on_nan_says_so_and_keeps_its_weights(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(config, [*keeps(tmp_path / "before"), "train.exit_interval=6"])
+    forward_backward = step.forward_backward
+
+    def infinite(one: step.Run, loader: Loader) -> tuple[float, float, Work]:
+        total, tokens, work = forward_backward(one, loader)
+        return (math.inf if one.progress.iteration >= 6 else total), tokens, work
+
+    monkeypatch.setattr(step, "forward_backward", infinite)
+    capsys.readouterr()
+    job(config, keeps(tmp_path / "whole"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "the last 2 steps had a loss or gradient that is not finite" in line]
+    before, whole = (tensors(tmp_path / name / "checkpoints") for name in ("before", "whole"))
+    assert before.keys() == whole.keys() and all(torch.equal(before[name], whole[name]) for name in before)
 
 
 def test_evaluation_leaves_training_alone(config: Path, tmp_path: Path) -> None:
