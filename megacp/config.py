@@ -82,7 +82,8 @@ def _read(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = sorted(str(p) for p in Path(path).parent.glob("*.y*ml"))
+        folders = {Path(path).parent, Path("configs")}
+        near = sorted(str(p) for folder in folders for p in folder.glob("[!.]*.y*ml"))
         hint = f"; there are {', '.join(near)}" if near else ""
         raise ConfigError(f"config file {path} does not exist{hint}") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -158,7 +158,7 @@ def _start_wandb(config: Any) -> Any:
     try:
         import wandb
     except ImportError:
-        raise ImportError("logging.wandb_project needs wandb: pip install 'megacp[wandb]', or leave it out") from None
+        raise ImportError("logging.wandb_project needs wandb: pip install -e '.[wandb]', or leave it out") from None
     try:
         return wandb.init(
             project=logging.wandb_project,

@@ -154,7 +154,7 @@ def _flash_problems(config: Any, kernels: str, instead: str) -> Problems:
 def te_problems(config: Any, version: str | None) -> Problems:
     """What TransformerEngine of this release refuses, or would do wrong in silence; None: it is not installed."""
     if version is None:
-        yield f"TransformerEngine is not installed: pip install 'megacp[te]', or use {NATIVE}"
+        yield f"TransformerEngine is not installed: pip install -e '.[te]', or use {NATIVE}"
     elif not has(version, OLDEST):
         yield f"TransformerEngine {version} is older than {OLDEST}: upgrade it, or use {NATIVE}"
     else:

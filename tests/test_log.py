@@ -244,7 +244,7 @@ def test_wandb_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"api_key not configured.*wandb_mode=offline"):
         log.Log(places(wandb_project="p"))
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
-    with pytest.raises(ImportError, match=r"pip install 'megacp\[wandb\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[wandb\]'"):
         log.Log(places(wandb_project="p"))
 
 

@@ -557,7 +557,7 @@ def test_templates_that_cannot_be_used(chatml, tokenizers, tmp_path):
 
 def test_jinja_needs_an_extra(by_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
-    with pytest.raises(ImportError, match=r"needs transformers: pip install 'megacp\[hf\]'"):
+    with pytest.raises(ImportError, match=r"needs transformers: pip install -e '.\[hf\]'"):
         by_file(THINKING)(conversation([assistant("b")]))
 
 

@@ -60,7 +60,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # (overrides, release, what the line must contain), on four context-parallel ranks with GPUs
 REFUSED: dict[str, tuple[list[str], str | None, list[str]]] = {
-    "not installed": ([], None, ["not installed", "pip install 'megacp[te]'", "attention_backend native"]),
+    "not installed": ([], None, ["not installed", "pip install -e '.[te]'", "attention_backend native"]),
     "ancient": ([], "1.7.0", ["TransformerEngine 1.7.0 is older than 1.8"]),
     "no version": ([], "unknown", ["TransformerEngine unknown is older than 1.8"]),
     "fp32": (["train.params_dtype=float32"], "2.20.2", ["params_dtype = float32", "bfloat16"]),

@@ -211,7 +211,7 @@ def test_one_stream_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_te_that_is_missing_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te, "te_version", lambda: None)
-    with pytest.raises(ValueError, match=r"not installed: pip install 'megacp\[te\]', or use attention_backend native"):
+    with pytest.raises(ValueError, match=r"not installed: pip install -e '.\[te\]', or use attention_backend native"):
         attention()
     install(monkeypatch, "2.3")
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)

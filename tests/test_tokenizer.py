@@ -128,7 +128,7 @@ def test_a_missing_extra_says_what_to_install(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     path = tmp_path if package == "transformers" else tmp_path / "tokenizer.json"
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ImportError, match=rf"needs {package}: pip install 'megacp\[hf\]'"):
+    with pytest.raises(ImportError, match=rf"needs {package}: pip install -e '.\[hf\]'"):
         build_tokenizer("HuggingFaceTokenizer", path)
 
 

@@ -185,7 +185,7 @@ def from_gguf(arguments: Namespace) -> int:
     try:
         import transformers
     except ImportError:
-        raise ImportError("reading a GGUF file needs packages: pip install 'megacp[hf]' gguf accelerate") from None
+        raise ImportError("reading a GGUF file needs packages: pip install -e '.[hf]' gguf accelerate") from None
     transformers.utils.logging.disable_progress_bar()
     # Releases that can keep weights packed must be told not to.
     packing = getattr(transformers, "GgufConfig", None)

@@ -30,7 +30,7 @@ def load() -> tuple[type[nn.Module], str]:
     """TE's DotProductAttention and its release. ValueError where TE is missing, or does not load with this PyTorch."""
     version = te_version()
     if version is None:
-        raise ValueError(f"TransformerEngine is not installed: pip install 'megacp[te]', or {NATIVE}")
+        raise ValueError(f"TransformerEngine is not installed: pip install -e '.[te]', or {NATIVE}")
     try:
         from transformer_engine.pytorch import DotProductAttention
     except (ImportError, OSError, RuntimeError, AssertionError) as error:

@@ -322,7 +322,7 @@ class JinjaTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            raise ImportError("a chat template in jinja needs transformers: pip install 'megacp[hf]'") from error
+            raise ImportError("a chat template in jinja needs transformers: pip install -e '.[hf]'") from error
         source = self._source(tools)
         has_markers = _has_markers(source)
         try:

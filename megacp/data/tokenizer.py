@@ -200,7 +200,7 @@ def _first_eod(vocabulary: dict[str, int], name: Path) -> int:
 
 
 def _missing(package: str) -> ImportError:
-    return ImportError(f"HuggingFaceTokenizer needs {package}: pip install 'megacp[hf]'")
+    return ImportError(f"HuggingFaceTokenizer needs {package}: pip install -e '.[hf]'")
 
 
 def _one_line(error: Exception) -> str:
