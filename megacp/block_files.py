@@ -111,7 +111,8 @@ def read_index(folder: Path) -> Metadata:
             raise ValueError(f"format {index['format']!r} instead of {FORMAT!r}")
         files, tensors, places = dict(index["files"]), {}, {}
         checksums = {file: tuple(sums) for file, sums in index["checksums"].items()}
-        if {file: -(-size // SUMMED_BYTES) for file, size in files.items()} != _counts(checksums):
+        counts = {file: len(sums) for file, sums in checksums.items()}
+        if counts != {file: -(-size // SUMMED_BYTES) for file, size in files.items()}:
             raise ValueError("the checksums are not those of its files")
         for name, tensor in index["tensors"].items():
             dtype, shape, chunks = DTYPES[tensor["dtype"]], torch.Size(tensor["shape"]), []
@@ -136,10 +137,6 @@ def read_index(folder: Path) -> Metadata:
         if (found := (folder / name).stat().st_size) != size:
             raise ValueError(f"{folder / name} has {found} bytes instead of {size}")
     return metadata
-
-
-def _counts(checksums: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    return {file: len(sums) for file, sums in checksums.items()}
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -254,16 +251,16 @@ class _Writer(FileSystemWriter):
             header[_key(item)] = place
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        results, checksums = [], Checksums()
+        results = []
         with open(Path(self.path) / plan.storage_data, "wb") as file:
-            for piece in (len(text).to_bytes(8, "little"), text):
-                file.write(checksums.add(piece))
+            summed = _SummedFile(file)
+            summed.write(len(text).to_bytes(8, "little") + text)
             for item in items:
                 tensor = tensors[item.index].cpu().contiguous()
                 # The list is whole once the last block has been written.
-                place = plan.storage_data, file.tell(), checksums.sums
+                place = plan.storage_data, file.tell(), summed.sums
                 results.append(WriteResult(item.index, tensor.nbytes, place))
-                file.write(checksums.add(_bytes(tensor)))
+                summed.write(_bytes(tensor))
             _sync(file)
         return results
 
@@ -309,15 +306,16 @@ class _Reader(FileSystemReader):
         return _done(None)
 
 
-class Checksums:
-    """CRC-32 of each SUMMED_BYTES of what is added, the last stretch as long as there is something."""
+class _SummedFile:
+    """Writes to a file, with the CRC-32 of each SUMMED_BYTES of it, the last stretch as long as there is something."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: BufferedWriter) -> None:
+        self.file = file
         self.sums: list[int] = []
         self.room = 0
 
-    def add(self, data: bytes | memoryview) -> bytes | memoryview:
-        """Returns what it was given."""
+    def write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
         rest = memoryview(data)
         while rest:
             if not self.room:
@@ -326,7 +324,6 @@ class Checksums:
             now, rest = rest[: self.room], rest[self.room :]
             self.sums[-1] = zlib.crc32(now, self.sums[-1])
             self.room -= len(now)
-        return data
 
 
 def _verify(file: BufferedReader, items: list[tuple[Stored, plans.ReadItem]]) -> None:
