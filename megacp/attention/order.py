@@ -69,7 +69,7 @@ def in_order(received: Tensor, order: Order, without: int | None = None) -> Tens
     ranks, heads, length, width = received.shape
     if ranks == 1:
         return received[0].transpose(0, 1)  # the rows of a single rank are in order
-    source = order.by_pack // length
+    source = order.by_pack.long() // length
     # Between a rank's rows and the next one's lie those of its other heads.
     places = order.by_pack + source * ((heads - 1) * length)
     if without is not None:

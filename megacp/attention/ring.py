@@ -129,6 +129,7 @@ class _Ring(torch.autograd.Function):
                 incoming = torch.empty_like(own)
                 _shift(exchange, (kv, incoming))
             done = attend_further(done, q, *rows_of(kv), block(pack, group.rank, number, mask), scale)
+            # At the last step nothing is under way, but what was sent before may still be read.
             exchange.receive()
             kv = incoming
         assert done is not None
