@@ -343,8 +343,8 @@ def in_one_pack(tokenizer: Any, texts: Sequence[str]) -> tuple[Sample, tuple[tup
 def test_smollm2_itself(tmp_path: Path) -> None:
     """Exact in float64, but for transformers' angles of RoPE, which stay float32; in float32 as exact as transformers.
 
-    There logits that reach 40 come out of a residual stream that reaches 25,000. On some of these texts transformers'
-    are 1e-4 from those it computes in float64, and so from any that are exact; on a short sentence they are within.
+    There logits that reach 40 come out of a residual stream that reaches 25,000. On some texts transformers' are 1e-4
+    from those it computes in float64, and so from any that are exact; on a short sentence they are within.
     """
     for package in ("transformers", "gguf", "accelerate"):
         pytest.importorskip(package)
