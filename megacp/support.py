@@ -8,7 +8,6 @@ Names in messages are dotted config keys, to be pasted as overrides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def first_problem(config: Any, world_size: int | None, check_files: bool = True)
     return next((problem for rule in rules for problem in rule(config, world_size)), None)
 
 
-def oversights(config: Any) -> Iterator[str]:
+def oversights(config: Any) -> Problems:
     """What runs, but is hardly meant."""
     model, length = config.model, config.data.seq_length
     reach, plain = model.max_position_embeddings, model.rope_scaling.type == "none"

@@ -210,7 +210,7 @@ def loss_masks_exist(config: Any, world_size: int | None) -> Problems:
             )
 
 
-def unused_loss_masks(config: Any) -> Iterator[str]:
+def unused_loss_masks(config: Any) -> Problems:
     """Of data that was made for fine-tuning, where it is to be trained on as plain text."""
     prefixes = [prefix for blend in _blends(config.data).values() for prefix in _prefixes(blend)]
     masked = [prefix for prefix in prefixes if Path(prefix + MASK_SUFFIX + ".idx").is_file()]

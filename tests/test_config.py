@@ -267,9 +267,13 @@ def test_merge_keys(path: Path) -> None:
     assert load(path).model.num_layers == 3
 
 
-def test_unreadable_file(path: Path) -> None:
+def test_unreadable_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.with_name(".hidden.yaml").touch()
     assert f"there are {path}" in refusal(path.with_name("wrong.yaml"))
-    assert "does not exist" in refusal(path.parent / "nowhere" / "wrong.yaml")
+    assert ".hidden" not in refusal(path.with_name("wrong.yaml"))
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert "does not exist; there are" in (line := refusal(path.parent / "nowhere" / "wrong.yaml"))
+    assert "configs/quickstart.yaml" in line
     assert "cannot be read" in refusal(path.parent)
     path.write_bytes(b"\xff\xfe\xfa")
     assert "cannot be read" in refusal(path)

@@ -262,7 +262,7 @@ def test_inspecting_counts_and_decodes(refusal, tmp_path):
     decode = ("--decode", 0)
     assert run("inspect_data", prefix, *decode, "--tokenizer-type", "ByteLevelTokenizer")[0] == "hi\n"
     assert run("inspect_data", prefix, "--decode", -3)[0] == "104 105 256\n"
-    assert "has no document 3: there are 0 to 2" in refusal("inspect_data", prefix, "--decode", 3)
+    assert "has no document 3: it has 3, counted from 0" in refusal("inspect_data", prefix, "--decode", 3)
     assert "nowhere.idx: no such file" in refusal("inspect_data", tmp_path / "nowhere")
     assert "0 documents" in run("inspect_data", write_pair(tmp_path / "none", []), "--seq-length", 8)[0]
 

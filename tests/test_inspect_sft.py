@@ -129,7 +129,7 @@ def test_a_conversation_with_what_is_learned(inspected, tmp_path):
     assert inspected(prefix, "--decode", 0, *BYTES)[1] == "hi\n"
     assert inspected(prefix, "--decode", 1)[1] == "104 105[[ 240 159 153 130 256]] 104 105[[ 240 159]]\n"
     code, _, err = inspected(prefix, "--decode", 2)
-    assert code == 2 and "has no document 2: there are 0 to 1" in err
+    assert code == 2 and "has no document 2: it has 2, counted from 0" in err
 
 
 def test_a_terminal_gets_colours(inspected, tmp_path, monkeypatch):

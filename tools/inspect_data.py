@@ -87,10 +87,14 @@ def print_padding(file: TokenFile, seq_length: int, cp: int) -> None:
         print(f", a pack exceeds seq_length by up to {excess:,} tokens, {seq_length + excess:,} in all")
 
 
+def check_number(file: TokenFile, i: int, count: int) -> None:
+    if not -count <= i < count:
+        raise ValueError(f"{file.prefix} has no document {i}: it has {count:,}, counted from 0")
+
+
 def print_document(file: TokenFile, i: int, arguments: Namespace) -> None:
     count = len(file.document_indices) - 1
-    if not -count <= i < count:
-        raise ValueError(f"{file.prefix} has no document {i}: there are 0 to {count - 1:,}")
+    check_number(file, i, count)
     begin, end = file.document_indices[i % count : i % count + 2]
     ids = [int(token) for part in file[begin:end] for token in part]
     if arguments.tokenizer_type:
@@ -170,8 +174,7 @@ def pieces(ids: np.ndarray, learned: np.ndarray, decode: Callable[[Sequence[int]
 
 
 def print_conversation(file: TokenFile, mask: TokenFile, i: int, arguments: Namespace) -> None:
-    if not -len(file) <= i < len(file):
-        raise ValueError(f"{file.prefix} has no document {i}: there are 0 to {len(file) - 1:,}")
+    check_number(file, i, len(file))
     numbers = not arguments.tokenizer_type
     decode = (lambda ids: " ".join(map(str, ids))) if numbers else tokenizer_of(arguments).decode
     opening, closing = (_GREEN, _PLAIN) if arguments.color or sys.stdout.isatty() else ("[[", "]]")
